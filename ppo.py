@@ -1,0 +1,879 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch>=2.5,<2.14",
+#     "gymnasium[classic-control,toy-text]>=1.1",
+#     "numpy",
+#     "tensorboard",
+#     "tyro>=0.9",
+# ]
+# ///
+"""Proximal Policy Optimization for discrete actions, in one file.
+
+    python ppo.py --env-id CartPole-v1
+
+trains on any Gymnasium environment with `Discrete` actions and observations that flatten to a vector. To use
+your own, register it and name it (`--env-id my_module:MyEnv-v0`), or copy this file, define the class in it and
+in `make_env` put `MyEnv()` in the place of `gym.make(...)`.
+
+Reading order: `Agent` (the networks), the equations (`compute_gae`, `ppo_loss`), `collect_rollout`, `update`,
+and `train`, which is Algorithm 1 of the PPO paper. Where an equation or a detail comes from:
+
+  PPO paper         Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
+  GAE paper         Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE", arXiv:1506.02438
+  Pardo 2018        "Time Limits in Reinforcement Learning", arXiv:1712.00378
+  Engstrom 2020     "Implementation Matters in Deep Policy Gradients", arXiv:2005.12729
+  Andrychowicz 2021 "What Matters In On-Policy Reinforcement Learning?", arXiv:2006.05990
+  Huang 2022        "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog Track
+
+Shapes: T steps a rollout (--num-steps), N environments (--num-envs), D entries an observation, A actions,
+B rows of a batch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from gymnasium.vector import AutoresetMode, VectorEnv
+from torch import Tensor, nn
+from torch.optim import Adam
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+
+
+@dataclass
+class Args:
+    # Experiment
+    exp_name: str = Path(__file__).stem
+    """Name of the experiment: a part of the run folder's name."""
+    seed: int = 1
+    """Seed of everything random. On the CPU, the same seed and machine give the same curves, bit for bit."""
+    plan: bool = False
+    """Print what this run would do, and exit."""
+    resume: str | None = None
+    """Go on from this checkpoint, in its run folder. Flags given with it override those saved in it."""
+    evaluate: str | None = None
+    """Only evaluate this checkpoint: --eval-episodes with the likeliest actions, and as many with sampled ones."""
+    eval_episodes: int = 10
+    """Episodes of an evaluation, each in an environment of its own."""
+    eval_max_steps: int = 10_000
+    """Cut an evaluation's episodes after so many steps: some environments never end."""
+    checkpoint_seconds: float = 60.0
+    """Seconds between checkpoints. There is one at the start, at the end, and on Ctrl-C or SIGTERM, too."""
+    capture_video: bool = False
+    """Record the episodes of the greedy evaluation as MP4 files in the run folder (needs moviepy)."""
+    track: bool = False
+    """Mirror TensorBoard to Weights & Biases (needs wandb; WANDB_MODE=offline works)."""
+    wandb_project_name: str = "ppo"
+    """Project at Weights & Biases."""
+    wandb_entity: str | None = None
+    """Team at Weights & Biases; None is your own account."""
+    allow_unsafe: bool = False
+    """Accept the settings that are refused because they are known to break PPO."""
+
+    # Environment
+    env_id: str = "CartPole-v1"
+    """Gymnasium id; `module:EnvId-v0` imports the module first."""
+    num_envs: int = 16
+    """N: environments that step in parallel."""
+    async_envs: bool = False
+    """One worker process an environment: pays where a step takes long (from about 0.2 ms)."""
+
+    # Algorithm
+    total_timesteps: int = 500_000
+    """Environment transitions to learn from."""
+    num_steps: int = 64
+    """T: steps of each environment in a rollout."""
+    learning_rate: float = 1e-3
+    """Adam's step size."""
+    anneal_lr: bool = True
+    """Let the learning rate fall linearly to 0."""
+    gamma: float = 0.99
+    """γ: discount factor."""
+    gae_lambda: float = 0.98
+    """λ: trades bias (0) against variance (1) of the advantages."""
+    update_epochs: int = 10
+    """K: passes over each rollout."""
+    num_minibatches: int = 4
+    """Parts of a pass; each makes one gradient step."""
+    norm_adv: bool = True
+    """Give the advantages of each minibatch mean 0 and standard deviation 1."""
+    recompute_advantages: bool = False
+    """Compute the advantages anew with the current critic before each pass (Andrychowicz 2021, §3.5)."""
+    surrogate: Literal["clip", "kl-penalty"] = "clip"
+    """Objective: the clipped ratio (PPO paper, §3) or the KL penalty (§4)."""
+    clip_coef: float = 0.2
+    """ε: the ratio of new to old probability counts only up to 1 ± ε."""
+    clip_vloss: bool = False
+    """Clip the change of the value to ±ε, too (Engstrom 2020, §3)."""
+    kl_coef: float = 1.0
+    """β: weight of the KL penalty."""
+    adapt: Literal["none", "kl-coef", "clip-coef", "learning-rate"] = "none"
+    """After each iteration, adapt this coefficient so that the KL of an iteration stays near --desired-kl."""
+    desired_kl: float = 0.01
+    """Set point of --adapt, in nats."""
+    target_kl: float | None = None
+    """End an iteration's passes when the KL from the old policy exceeds this; it adapts nothing."""
+    ent_coef: float = 0.01
+    """Weight of the entropy bonus."""
+    anneal_ent_coef: bool = False
+    """Let the entropy coefficient fall linearly to 0."""
+    target_entropy: float | None = None
+    """Adapt the entropy coefficient so that the entropy of the policy stays near this, in nats."""
+    entropy_tolerance: float = 0.05
+    """Distance from --target-entropy that is left alone, in nats."""
+    vf_coef: float = 0.5
+    """Weight of the value loss."""
+    max_grad_norm: float = 0.5
+    """Scale the gradient down to this global norm."""
+    norm_obs: bool = True
+    """Normalise observations by their running mean and standard deviation; one-hot parts are left alone."""
+    norm_rewards: bool = True
+    """Divide rewards by the running standard deviation of the discounted return (Engstrom 2020, §3)."""
+    hidden_size: int = 64
+    """Width of the two hidden layers of the actor, and of the critic."""
+
+    # Performance
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Where the networks live. auto: CUDA from --hidden-size 512; small networks are faster on the CPU."""
+    num_threads: int = 1
+    """CPU threads of PyTorch; for small networks, one is the fastest."""
+
+
+# A checkpoint's format, and the settings that it fixes: its networks and its rollouts depend on them.
+FORMAT, FIXED = "ppo-discrete-1", ("env_id", "num_envs", "num_steps", "hidden_size", "norm_obs")
+BOUNDS = {  # settings outside these are nonsense
+    "num_envs num_minibatches hidden_size num_threads eval_episodes eval_max_steps": (1, 1e6),
+    "total_timesteps update_epochs": (1, 1e15),
+    "num_steps": (2, 1e6),  # a rollout of one step may hold nothing but filler rows
+    "gamma gae_lambda": (0, 1),
+    "learning_rate clip_coef max_grad_norm desired_kl target_kl checkpoint_seconds": (1e-12, 1e6),
+    "ent_coef vf_coef kl_coef entropy_tolerance target_entropy": (0, 1e6),
+    "seed": (0, 2**32 - 1),
+}
+
+
+class Refused(Exception):  # noqa: N818
+    """The request cannot be right. Ends the program with one line and exit status 2."""
+
+
+class TrainingFailed(Exception):  # noqa: N818
+    """Training cannot go on. Ends the program with one line and exit status 1; the last checkpoint stays."""
+
+
+def check_args(args: Args) -> None:
+    """Raise `Refused`, with the reason and what is allowed, for settings that cannot be right."""
+
+    def refuse(holds: object, reason: str) -> None:
+        if holds:
+            raise Refused(f"{reason}.")
+
+    for names, (low, high) in BOUNDS.items():
+        for name in names.split():
+            value = getattr(args, name)
+            outside = value is not None and not low <= value <= high  # NaN fails every comparison
+            refuse(outside, f"--{name.replace('_', '-')} is {value}, not in [{low:g}, {high:g}]")
+    rows, clip = args.num_envs * args.num_steps, args.surrogate == "clip"
+    have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    most = f"at most {rows // 2}, 2 of a rollout's {rows} rows for each"
+    refuse(args.num_minibatches > rows / 2, f"--num-minibatches is {args.num_minibatches}; it must be {most}")
+    refuse(args.adapt == "clip-coef" and not clip, "--adapt clip-coef needs --surrogate clip")
+    refuse(args.adapt == "kl-coef" and clip, "--adapt kl-coef needs --surrogate kl-penalty")
+    refuse(not have.get(args.device, True), f"--device {args.device} is not available here; use --device cpu")
+    refuse(args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy")
+    refuse(args.track and not find_spec("wandb"), "--track needs: pip install wandb")
+    if not args.allow_unsafe:
+        unscaled = args.update_epochs > 1 and not (args.norm_adv or args.norm_rewards)
+        override = "; --allow-unsafe overrides"
+        refuse(args.update_epochs > 30, f"--update-epochs above 30: the KL explodes; use 3 to 15{override}")
+        refuse(clip and args.clip_coef > 0.3, f"--clip-coef above 0.3 hardly clips; use 0.1 to 0.3{override}")
+        refuse(unscaled, f"several epochs need --norm-adv or --norm-rewards to bound their steps{override}")
+
+
+def one_hot_mask(space: gym.Space) -> np.ndarray:
+    """[D] bool, in the order of `gymnasium.spaces.flatten`: True for categories and bits, not for quantities."""
+    if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
+        parts = space.values() if isinstance(space, gym.spaces.Dict) else space
+        return np.concatenate([one_hot_mask(part) for part in parts])
+    return np.full(gym.spaces.flatdim(space), not isinstance(space, gym.spaces.Box))
+
+
+def check_spaces(obs: gym.Space, action: gym.Space) -> None:
+    """Raise `Refused` unless this script can train on these spaces, naming the script that can."""
+    if not isinstance(action, gym.spaces.Discrete):
+        other = "; ppo_continuous.py trains these" if isinstance(action, gym.spaces.Box) else ""
+        raise Refused(f"its actions are {action}, not Discrete{other}.")
+    if len(obs.shape or ()) == 3 or (len(obs.shape or ()) == 2 and obs.dtype == np.uint8):
+        raise Refused(f"its observations are images of shape {obs.shape}; ppo_atari.py trains on pixels.")
+    if not obs.is_np_flattenable:
+        raise Refused(f"its observations, {obs}, do not flatten to a vector.")
+
+
+def guard(env: gym.Env, index: int) -> gym.Env:
+    """Make an environment say which one it is when it fails."""
+
+    def guarded(call: Callable, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            raise TrainingFailed(f"environment {index} raised {error!r}") from error
+
+    env.step, env.reset = partial(guarded, env.step), partial(guarded, env.reset)  # type: ignore[method-assign]
+    return env
+
+
+def make_env(args: Args, index: int = 0, video: Path | None = None) -> gym.Env:
+    """One environment with flat observations; with a folder `video`, its first episode is recorded there."""
+    env = gym.make(args.env_id, render_mode="rgb_array" if video else None)
+    check_spaces(env.observation_space, env.action_space)
+    if video:
+        env = gym.wrappers.RecordVideo(env, str(video), lambda n: n == 0, name_prefix=f"episode-{index}")
+    return guard(gym.wrappers.FlattenObservation(env), index)
+
+
+def make_envs(args: Args, num_envs: int, video: Path | None = None) -> tuple[VectorEnv, np.ndarray]:
+    """N environments that reset in the step after an episode's end, and the `one_hot_mask` [D] of their space.
+
+    They are the environment's own vector version where it is registered with one, else share this process, or with --async-envs have one each. Raises `Refused` for an environment that this script cannot train on.
+    """
+    try:
+        single = make_env(args)
+        one_hot = one_hot_mask(single.env.observation_space)
+        single.close()
+        if single.spec and single.spec.vector_entry_point and not args.async_envs and not video:
+            envs = gym.make_vec(args.env_id, num_envs, vectorization_mode="vector_entry_point")
+            if envs.single_observation_space.shape != one_hot.shape:
+                envs = gym.wrappers.vector.FlattenObservation(envs)
+        else:
+            vectorize = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
+            makers = [partial(make_env, args, index, video) for index in range(num_envs)]
+            envs = vectorize(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
+        if (mode := envs.metadata.get("autoreset_mode")) is not AutoresetMode.NEXT_STEP:
+            raise Refused(f"its autoreset mode is {mode}, not {AutoresetMode.NEXT_STEP}.")
+    except (Refused, gym.error.Error, ImportError, ValueError, TypeError) as error:
+        raise Refused(f"cannot train on {args.env_id}: {' '.join(str(error).split())}") from error
+    return gym.wrappers.vector.RecordEpisodeStatistics(envs), one_hot
+
+
+class RunningMoments(nn.Module):
+    """Mean and variance [D] of all rows seen so far, merged batch by batch (Chan et al. 1983)."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.mean, self.var = nn.Buffer(torch.zeros(size)), nn.Buffer(torch.ones(size))
+        self.count = nn.Buffer(torch.zeros(()))
+
+    @torch.no_grad()
+    def update(self, rows: Tensor) -> None:
+        """Merge rows [B, D]."""
+        share = len(rows) / (self.count + len(rows))  # of the new rows
+        delta = rows.mean(0) - self.mean
+        self.var.lerp_(rows.var(0, correction=0), share).add_(share * (1 - share) * delta.square())
+        self.mean += share * delta
+        self.count += len(rows)
+
+
+def mlp(inputs: int, hidden: int, outputs: int, gain: float) -> nn.Sequential:
+    """Two tanh layers and a linear one. Orthogonal weights of gain √2, last `gain`; biases 0 (Huang 2022)."""
+    layers = [nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)]
+    for layer, scale in zip(layers, (math.sqrt(2), math.sqrt(2), gain), strict=True):
+        nn.init.orthogonal_(layer.weight, scale)
+        nn.init.zeros_(layer.bias)
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+
+
+class Agent(nn.Module):
+    """Actor, critic and the running statistics that they rely on: all that a saved policy needs."""
+
+    def __init__(self, args: Args, one_hot: np.ndarray, actions: gym.spaces.Discrete):
+        super().__init__()
+        self.norm_obs, self.num_actions, self.first_action = args.norm_obs, int(actions.n), int(actions.start)
+        self.actor = mlp(len(one_hot), args.hidden_size, self.num_actions, gain=0.01)  # near-uniform at first
+        self.critic = mlp(len(one_hot), args.hidden_size, 1, gain=1.0)
+        self.one_hot = nn.Buffer(torch.from_numpy(one_hot))
+        self.obs_moments, self.return_moments = RunningMoments(len(one_hot)), RunningMoments(1)
+
+    def normalize(self, obs: Tensor) -> Tensor:
+        """Raw observations [..., D] to what the networks see: (x - mean) / std within ±10."""
+        if not self.norm_obs:
+            return obs
+        scaled = (obs - self.obs_moments.mean) * torch.rsqrt(self.obs_moments.var + 1e-8)
+        return torch.where(self.one_hot, obs, scaled.clamp(-10, 10))
+
+    def policy(self, obs: Tensor) -> Tensor:
+        """Normalised observations [..., D] to log π(·|s) [..., A]."""
+        return torch.log_softmax(self.actor(obs), -1)
+
+    def value(self, obs: Tensor) -> Tensor:
+        """Normalised observations [..., D] to V(s) [...]."""
+        return self.critic(obs).squeeze(-1)
+
+    def noise(self, *shape: int) -> Tensor:
+        """Gumbel noise [*shape, A] for `act`."""
+        exponential = torch.empty(*shape, self.num_actions, device=self.one_hot.device).exponential_()
+        return -exponential.log()
+
+    def act(self, obs: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Raw observations [N, D] to actions [N] and the log policy [N, A] that they come from.
+
+        Without noise, the likeliest actions; with Gumbel noise [N, A], actions sampled from π, for then
+        argmax(log π + noise) is distributed as π (the Gumbel-max trick). A rollout's noise is drawn at once.
+        """
+        policy = self.policy(self.normalize(obs))
+        return (policy if noise is None else policy + noise).argmax(-1), policy
+
+
+def log_prob(policy: Tensor, actions: Tensor) -> Tensor:
+    """log π(a|s) [B] of actions [B], from log π(·|s) [B, A]."""
+    return policy.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+
+
+def entropy(policy: Tensor) -> Tensor:
+    """H(π) = -Σ_a π(a) log π(a) [B], in nats, from log π [B, A]."""
+    return -(policy.exp() * policy).sum(-1)
+
+
+def kl_divergence(old_policy: Tensor, policy: Tensor) -> Tensor:
+    """KL(π_old ‖ π) = Σ_a π_old(a) (log π_old(a) - log π(a)) [B], exact, from two log policies [B, A]."""
+    return (old_policy.exp() * (old_policy - policy)).sum(-1)
+
+
+@dataclass
+class State:
+    """What moves during training besides the networks, as a checkpoint keeps it."""
+
+    learning_rate: float
+    clip_coef: float
+    kl_coef: float
+    ent_coef: float
+    global_step: int = 0  # transitions learnt from
+    recent_returns: list[float] = field(default_factory=list)  # of the last 100 episodes
+    start_return: float = math.nan  # mean of the first 20 episodes or more
+    streaks: dict[str, int] = field(default_factory=dict)  # advice: iterations in a row, < 0 of absence
+    active: list[str] = field(default_factory=list)  # advice that has begun and not ended
+
+
+class Batch(NamedTuple):
+    """Rows to learn from, each field [B, ...]: what was seen and done, what the old networks made of it."""
+
+    obs: Tensor  # [B, D], normalised
+    actions: Tensor
+    policy: Tensor  # [B, A], log π_old(·|s)
+    log_probs: Tensor  # log π_old(a|s)
+    values: Tensor  # V_old(s)
+    advantages: Tensor
+    returns: Tensor
+
+
+Figures = dict[str, float]  # what is logged, by TensorBoard tag
+FIGURES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+
+
+def compute_gae(
+    rewards: Tensor, values: Tensor, terminated: Tensor, truncated: Tensor, gamma: float, gae_lambda: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [T, N] by generalised advantage estimation (GAE paper, equations 11 to 16).
+
+        δ_t = r_t + γ V(s_{t+1}) (1 - terminated_t) - V(s_t)
+        A_t = δ_t + γλ (1 - (terminated_t ∨ truncated_t)) A_{t+1}
+        return_t = A_t + V(s_t), the critic's TD(λ) target
+
+    A time limit ends the sum but not the future: V(s_{t+1}) still counts there (Pardo 2018, §3.2). So `values`
+    [T+1, N] must hold in row t+1 the value of the true successor of row t; all else is [T, N]. Results in
+    filler rows mean nothing, and no other row depends on them.
+    """
+    deltas = rewards + gamma * values[1:] * ~terminated - values[:-1]
+    decays = gamma * gae_lambda * (~(terminated | truncated)).to(values.dtype)
+    advantages = torch.empty_like(deltas)
+    following = torch.zeros_like(deltas[0])
+    for t in reversed(range(len(deltas))):
+        following = advantages[t] = torch.addcmul(deltas[t], decays[t], following)  # δ_t + decay_t A_{t+1}
+    return advantages, advantages + values[:-1]
+
+
+def ppo_loss(policy: Tensor, values: Tensor, batch: Batch, state: State, args: Args) -> tuple[Tensor, Tensor]:
+    """The scalar loss to minimise (PPO paper, equation 9, negated) and the figures [6] that `FIGURES` names.
+
+    `policy` [B, A] and `values` [B] are what the networks, as they are now, make of `batch.obs`.
+    """
+    advantages = batch.advantages
+    if args.norm_adv and len(advantages) > 1:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    log_ratio = log_prob(policy, batch.actions) - batch.log_probs
+    ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s)
+    if args.surrogate == "clip":  # L^CLIP = E[min(r A, clip(r, 1 - ε, 1 + ε) A)], PPO paper, equation 7
+        clipped = ratio.clamp(1 - state.clip_coef, 1 + state.clip_coef)
+        policy_losses = -torch.min(ratio * advantages, clipped * advantages)
+    else:  # L^KLPEN = E[r A - β KL(π_old ‖ π)], PPO paper, equation 8
+        policy_losses = state.kl_coef * kl_divergence(batch.policy, policy) - ratio * advantages
+    value_losses = 0.5 * (values - batch.returns).square()
+    if args.clip_vloss:  # the larger of the losses with and without the value held within ±ε of the old one
+        held = batch.values + (values - batch.values).clamp(-state.clip_coef, state.clip_coef)
+        value_losses = torch.max(value_losses, 0.5 * (held - batch.returns).square())
+    entropies = entropy(policy)
+    loss = (policy_losses + args.vf_coef * value_losses - state.ent_coef * entropies).mean()
+    with torch.no_grad():  # the approximate KLs are k1 and k3 of Schulman 2020, "Approximating KL Divergence"
+        outside = ((ratio - 1).abs() > state.clip_coef).float()
+        figures = (policy_losses, value_losses, entropies, -log_ratio, ratio - 1 - log_ratio, outside)
+        return loss, torch.stack(figures).mean(1)
+
+
+def adapt(value: float, factor: float, bounds: tuple, measured: float, low: float, high: float) -> float:
+    """`value` times `factor` if `measured` is above `high`, divided by it if below `low`; within `bounds`."""
+    value *= factor if measured > high else 1 / factor if measured < low else 1
+    return min(max(value, bounds[0]), bounds[1])
+
+
+ADAPTED: dict[str, tuple] = {  # --adapt: the coefficient, its factor where the KL is too high, its bounds
+    "kl-coef": ("kl_coef", 2.0, (1e-4, 1e4)),  # PPO paper, §4
+    "clip-coef": ("clip_coef", 0.5, (0.01, 0.3)),
+    "learning-rate": ("learning_rate", 1 / 1.5, (1e-5, 1e-2)),  # Rudin et al. 2022, and RSL-RL
+}
+
+
+def adjust_coefficients(state: State, args: Args, figures: Figures) -> None:
+    """Set the next iteration's coefficients, by the share of training left and the last `figures`, if any."""
+    left = 1 - state.global_step / args.total_timesteps
+    if args.adapt != "learning-rate":
+        state.learning_rate = args.learning_rate * (left if args.anneal_lr else 1)
+    if args.adapt != "none" and figures:
+        name, factor, bounds = ADAPTED[args.adapt]
+        band = args.desired_kl / 1.5, args.desired_kl * 1.5  # PPO paper, §4
+        setattr(state, name, adapt(getattr(state, name), factor, bounds, figures["losses/kl"], *band))
+    if args.target_entropy is None:
+        state.ent_coef = args.ent_coef * (left if args.anneal_ent_coef else 1)
+    elif figures:  # more bonus, more entropy; the coefficient never falls to 0, from which it could not rise
+        band = args.target_entropy - args.entropy_tolerance, args.target_entropy + args.entropy_tolerance
+        state.ent_coef = adapt(state.ent_coef, 1 / 1.1, (1e-5, 1.0), figures["losses/entropy"], *band)
+
+
+class Rollout:
+    """T steps of N environments, on the CPU, allocated once. The next rollout starts from the last row.
+
+    obs [T+1, N, D]: obs[t+1] is the true successor of (obs[t], actions[t]), also where an episode ends.
+    actions, rewards, terminated, truncated, valid [T, N]: valid is false in the filler rows, where Gymnasium
+    ignores the action and starts an episode.
+    """
+
+    def __init__(self, args: Args, obs_size: int):
+        steps = (args.num_steps, args.num_envs)
+        self.obs = torch.zeros(args.num_steps + 1, args.num_envs, obs_size)
+        self.actions, self.rewards = torch.zeros(steps, dtype=torch.int64), torch.zeros(steps)
+        self.terminated, self.truncated, self.valid = torch.zeros(3, *steps, dtype=torch.bool)
+        self.discounted_return = torch.zeros(args.num_envs)  # of the episodes under way, for `scale_rewards`
+        self.acting_policy = torch.zeros(0)  # [N, A], of the last step, for `update` to compare
+        self.episodes: list[tuple[float, int]] = []  # return and length of those that ended
+
+
+@torch.inference_mode()
+def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout) -> None:
+    """Fill `rollout` with the next T steps of the environments under the agent's policy.
+
+    Raises `TrainingFailed` if an environment raises, or returns a value that is not finite.
+    """
+    obs, actions, rewards = rollout.obs.numpy(), rollout.actions.numpy(), rollout.rewards.numpy()
+    terminated, truncated, valid = (x.numpy() for x in (rollout.terminated, rollout.truncated, rollout.valid))
+    obs[0], done = obs[-1], terminated[-1] | truncated[-1]
+    noise, rollout.episodes = agent.noise(*actions.shape), []
+    for t in range(len(actions)):
+        action, rollout.acting_policy = agent.act(rollout.obs[t].to(noise.device), noise[t])
+        actions[t], valid[t] = action.cpu(), ~done  # after an episode's end, a step only resets
+        step = envs.step(actions[t] + agent.first_action)
+        obs[t + 1], rewards[t], terminated[t], truncated[t], info = step
+        done = terminated[t] | truncated[t]
+        if done.any():
+            ended = info["episode"]["r"][done].tolist(), info["episode"]["l"][done].tolist()
+            rollout.episodes += zip(*ended, strict=True)
+    for t, n in np.argwhere(~(np.isfinite(obs[1:]).all(-1) & np.isfinite(rewards)))[:1]:
+        values = f"observation {obs[t + 1, n]}, reward {rewards[t, n]}"
+        raise TrainingFailed(f"environment {n} returned a value that is not finite in step {t}: {values}")
+
+
+@torch.no_grad()
+def scale_rewards(agent: Agent, rollout: Rollout, gamma: float) -> Tensor:
+    """Rewards [T, N] over the running standard deviation of the discounted return, within ±10.
+
+    Engstrom 2020, §3. The return is R_t = γ R_{t-1} + r_t, from 0 in each episode; its mean stays in.
+    """
+    carried = torch.empty_like(rollout.rewards)
+    for t, valid in enumerate(rollout.valid):  # a filler row, with reward 0, drops what was carried
+        carried[t] = rollout.rewards[t] + gamma * valid * rollout.discounted_return
+        rollout.discounted_return = carried[t]
+    device = agent.one_hot.device
+    agent.return_moments.update(carried[rollout.valid].unsqueeze(-1).to(device))
+    return (rollout.rewards.to(device) * torch.rsqrt(agent.return_moments.var + 1e-8)).clamp(-10, 10)
+
+
+def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: Args) -> Figures:
+    """Learn from a rollout: K epochs of minibatches (PPO paper, Algorithm 1). Returns figures to log."""
+    device = agent.one_hot.device
+    raw_obs, actions = rollout.obs.to(device), rollout.actions.to(device)
+    ends = rollout.terminated.to(device), rollout.truncated.to(device), args.gamma, args.gae_lambda
+    rows = rollout.valid.flatten().nonzero().squeeze(-1).to(device)  # filler rows are not learnt from
+    with torch.no_grad():
+        obs = agent.normalize(raw_obs)
+        rewards = rollout.rewards.to(device)
+        if args.norm_rewards:
+            rewards = scale_rewards(agent, rollout, args.gamma)
+        policy, values = agent.policy(obs[:-1]), agent.value(obs)
+        advantages, returns = compute_gae(rewards, values, *ends)
+        stored = obs[:-1], actions, policy, log_prob(policy, actions), values[:-1], advantages, returns
+        batch = Batch(*(x.flatten(0, 1) for x in stored))
+        unexplained = (batch.returns - batch.values)[rows].var() / batch.returns[rows].var()
+        mismatch = (rollout.acting_policy - policy[-1]).abs().amax(-1) * rollout.valid[-1].to(device)
+
+    parts = max(1, min(args.num_minibatches, len(rows) // 2))  # at least 2 rows each
+    figures = torch.zeros(len(FIGURES) + 1, device=device)
+    optimizer.param_groups[0]["lr"] = state.learning_rate
+    for epoch in range(args.update_epochs):
+        if epoch > 0 and args.recompute_advantages:
+            with torch.no_grad():
+                advantages, returns = compute_gae(rewards, agent.value(obs), *ends)
+            batch = batch._replace(advantages=advantages.flatten(), returns=returns.flatten())
+        order = rows[torch.randperm(len(rows)).to(device)]
+        for minibatch in map(Batch, *(x[order].tensor_split(parts) for x in batch)):
+            policy, values = agent.policy(minibatch.obs), agent.value(minibatch.obs)
+            loss, now = ppo_loss(policy, values, minibatch, state, args)
+            optimizer.zero_grad()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            optimizer.step()
+            figures += torch.cat([now, norm[None]]) / parts
+        if epoch + 1 == args.update_epochs or args.target_kl is not None:
+            with torch.no_grad():  # how far this update has come from the old policy, exactly
+                kl = kl_divergence(batch.policy, agent.policy(batch.obs))[rows].mean()
+            if args.target_kl is not None and kl > args.target_kl:
+                break
+
+    if args.norm_obs:  # not earlier: the statistics that acted are those that were learnt with
+        agent.obs_moments.update(raw_obs[:-1].flatten(0, 1)[rows])
+    read = torch.cat([figures / (epoch + 1), torch.stack([kl, 1 - unexplained, mismatch.max()])]).tolist()
+    names = *FIGURES, "grad_norm", "kl", "explained_variance", "policy_mismatch"
+    return {f"losses/{name}": value for name, value in zip(names, read, strict=True)}
+
+
+# The conditions that `diagnose` looks for. A docstring is the advice: what is the case, why, what to change.
+
+
+def kl_watch(figures: Figures, state: State, args: Args) -> bool:
+    """KL > 0.05: the policy leaves what its data describe; lower --learning-rate or --update-epochs"""
+    return figures["losses/kl"] > 0.05
+
+
+def kl_act(figures: Figures, state: State, args: Args) -> bool:
+    """KL > 0.1: updates outrun their data, returns may collapse; set --target-kl 0.03 or halve --learning-rate"""
+    return figures["losses/kl"] > 0.1
+
+
+def drift(figures: Figures, state: State, args: Args) -> bool:
+    """clip fraction > 0.4: most rows are clipped and steer no more; lower --learning-rate or --update-epochs"""
+    return figures["losses/clipfrac"] > 0.4
+
+
+def idle(figures: Figures, state: State, args: Args) -> bool:
+    """no clipping and KL < 1e-6 in the first half: steps are too small; raise --learning-rate, --update-epochs"""
+    moving = args.update_epochs * args.num_minibatches == 1 or state.global_step > 0.5 * args.total_timesteps
+    return not moving and figures["losses/clipfrac"] == 0 and figures["losses/kl"] < 1e-6
+
+
+def critic(figures: Figures, state: State, args: Args) -> bool:
+    """explained variance < 0 after a tenth of it: the critic misleads; use --norm-rewards or raise --vf-coef"""
+    return figures["losses/explained_variance"] < 0 and state.global_step > 0.1 * args.total_timesteps
+
+
+def collapse(figures: Figures, state: State, args: Args) -> bool:
+    """entropy < 0.05 and returns no better than at first: it explores no more; raise --ent-coef"""
+    return figures["losses/entropy"] < 0.05 and np.mean(state.recent_returns or np.inf) <= state.start_return
+
+
+def mismatch(figures: Figures, state: State, args: Args) -> bool:
+    """acting and learning log-probabilities differ by > 1e-4: not one policy; try --device cpu, check `act`"""
+    return figures["losses/policy_mismatch"] > 1e-4
+
+
+ADVICE = {kl_watch: 3, kl_act: 3, drift: 10, idle: 20, critic: 20, collapse: 10, mismatch: 1}  # iterations
+
+
+def diagnose(figures: Figures, state: State, args: Args) -> list[str]:
+    """Read an iteration's figures: a message for each condition of `ADVICE` that begins or ends with it.
+
+    A condition begins when it has held, and ends when it has not, for its number of iterations in a row. Raises
+    `TrainingFailed` when the loss or the gradient is not finite: the networks are spoilt then.
+    """
+    if not all(math.isfinite(figures[f"losses/{name}"]) for name in (*FIGURES, "grad_norm", "kl")):
+        raise TrainingFailed("loss or gradient not finite; lower --learning-rate and look for huge rewards")
+    messages = []
+    for condition, held in ADVICE.items():
+        name, advice = condition.__name__, str(condition.__doc__)
+        streak, sign = state.streaks.get(name, 0), 1 if condition(figures, state, args) else -1
+        state.streaks[name] = streak = streak + sign if streak * sign > 0 else sign
+        if (name in state.active) != (sign > 0) and abs(streak) >= held:
+            state.active = sorted({name} ^ set(state.active))
+            messages.append(f"[{name}] " + (advice if sign > 0 else f"is over: {advice.partition(':')[0]}"))
+    return messages
+
+
+def plan(args: Args) -> list[str]:
+    """What a run with these settings does: its sizes and settings in 5 lines, then the advice it may give."""
+    rows, steps = args.num_envs * args.num_steps, args.update_epochs * args.num_minibatches
+    rollouts, part = math.ceil(args.total_timesteps / rows), rows // args.num_minibatches
+    moving = "learning_rate anneal_lr ent_coef anneal_ent_coef target_entropy adapt desired_kl target_kl"
+    fixed = "surrogate clip_coef kl_coef vf_coef clip_vloss gamma gae_lambda norm_adv norm_obs norm_rewards"
+    schedules, objective = (", ".join(f"{n} {getattr(args, n)}" for n in x.split()) for x in (moving, fixed))
+    return [
+        f"{args.env_id}: {args.total_timesteps:,} steps with seed {args.seed} on {pick_device(args)}",
+        f"rollout    {args.num_envs} environments x {args.num_steps} steps = {rows:,} rows, {rollouts:,} times",
+        f"update     {args.update_epochs} epochs x {args.num_minibatches} minibatches of about {part:,} rows = "
+        f"{steps} gradient steps, {steps * rollouts:,} in all",
+        f"schedules  {schedules}",
+        f"objective  {objective}",
+        *(f"advice     after {held:>2} iterations of {advice.__doc__}" for advice, held in ADVICE.items()),
+        "stop       at a loss or gradient that is not finite, or an environment that fails",
+    ]
+
+
+def pick_device(args: Args) -> torch.device:
+    """The device that --device names."""
+    auto = "cuda" if args.hidden_size >= 512 and torch.cuda.is_available() else "cpu"
+    return torch.device(auto if args.device == "auto" else args.device)
+
+
+def seed_everything(seed: int) -> int:
+    """Seed PyTorch, and NumPy and Python for environments that draw from them; return the environments' seed.
+
+    It is a hash, for Gymnasium gives environment i its seed + i: runs with seeds 1 and 2 would share most.
+    """
+    for function in (random.seed, np.random.seed, torch.manual_seed):
+        function(seed)
+    return int(np.random.SeedSequence(seed).generate_state(1)[0]) >> 1
+
+
+@torch.inference_mode()
+def evaluate(agent: Agent, args: Args, mode: str, folder: Path) -> dict[str, np.ndarray]:
+    """Play one episode in each of --eval-episodes environments; print and return "returns" and "lengths".
+
+    mode "greedy" takes the likeliest actions (recorded below `folder`, with --capture-video), "stochastic"
+    samples. Returns are undiscounted.
+    """
+    n, video = args.eval_episodes, folder / "videos" if args.capture_video and mode == "greedy" else None
+    envs, _ = make_envs(replace(args, async_envs=False), n, video)
+    obs, _ = envs.reset(seed=seed_everything(args.seed) + 2**31)  # not the seed of the training
+    returns, lengths, running = np.zeros(n), np.zeros(n, dtype=int), np.ones(n, dtype=bool)
+    while (playing := running & (lengths < args.eval_max_steps)).any():
+        inputs = torch.as_tensor(obs, dtype=torch.float32, device=agent.one_hot.device)
+        action, _ = agent.act(inputs, agent.noise(n) if mode == "stochastic" else None)
+        obs, reward, terminated, truncated, _ = envs.step(action.cpu().numpy() + agent.first_action)
+        returns += reward * playing
+        lengths += playing
+        running &= ~(terminated | truncated)
+    envs.close()
+    cut = f", {running.sum()} cut at --eval-max-steps" if running.any() else ""
+    spread = f"± {returns.std():.1f}, from {returns.min():.1f} to {returns.max():.1f}"
+    print(f"{mode:<10} return {returns.mean():.1f} {spread}, {n} episodes, length {lengths.mean():.1f}{cut}")
+    return {"returns": returns, "lengths": lengths}
+
+
+def save_checkpoint(path: Path, agent: Agent, optimizer: Adam, state: State, args: Args) -> None:
+    """Write all that training needs to go on. If killed, it leaves `path` whole: the old file or the new one."""
+    content = {  # only types that `torch.load(..., weights_only=True)` accepts
+        "format": FORMAT,
+        "args": asdict(args),
+        "state": asdict(state),
+        "agent": agent.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "random": [torch.get_rng_state(), *torch.cuda.get_rng_state_all()],
+    }
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def load_checkpoint(path: str, agent: Agent | None = None) -> dict[str, Any]:
+    """Read a checkpoint of this script; put its networks and statistics into the agent. Raises `Refused`."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        if content["format"] != FORMAT:
+            raise Refused(f"its format is {content['format']}, this script's is {FORMAT}")
+        if agent:
+            agent.load_state_dict(content["agent"])
+        return content
+    except Exception as error:  # torch.load raises many kinds: for no file, half a file, some other file
+        reason = " ".join(str(error).split())[:200]
+        raise Refused(f"{path} is no checkpoint that fits this script and environment: {reason}.") from error
+
+
+def open_run(args: Args, state: State) -> tuple[Path, SummaryWriter]:
+    """The run folder, for --resume that of the checkpoint, else a new one, and TensorBoard's writer in it.
+
+    A new folder's name is safe for any id and belongs to no other run. In an old one, TensorBoard drops what was
+    logged after the checkpoint, so that curves have no duplicates.
+    """
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
+    folder = Path(args.resume).parent if args.resume else Path("runs") / re.sub(r"[^\w.+-]+", "_", name)
+    try:
+        folder.mkdir(parents=True, exist_ok=bool(args.resume))
+        if args.track:
+            import wandb
+
+            names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
+            wandb.init(**names, id=folder.name, resume="allow", config=asdict(args), sync_tensorboard=True)
+        writer = SummaryWriter(str(folder), purge_step=state.global_step + 1 if args.resume else None)
+    except OSError as error:
+        raise Refused(f"the run folder cannot be written: {error}.") from error
+    if not args.resume:
+        settings = {flag: "none" if value is None else value for flag, value in asdict(args).items()}
+        table = "".join(f"|{flag}|{value}|\n" for flag, value in settings.items())
+        writer.add_text("settings", f"|flag|value|\n|-|-|\n{table}")
+        for summary in hparams(settings, {"charts/episodic_return": 0, "eval/greedy_return": 0}):
+            writer.file_writer.add_summary(summary)
+    return folder, writer
+
+
+def report(writer: SummaryWriter, figures: Figures, rollout: Rollout, state: State, args: Args) -> list[str]:
+    """Complete an iteration's figures, log them to TensorBoard, and return what `diagnose` has to say."""
+    for name, values in zip(("return", "length"), zip(*rollout.episodes, strict=True), strict=False):
+        for suffix, statistic in (("", np.mean), ("_std", np.std), ("_min", np.min), ("_max", np.max)):
+            figures[f"charts/episodic_{name}{suffix}"] = float(statistic(values))
+    for name in ("learning_rate", "clip_coef", "kl_coef", "ent_coef"):
+        figures[f"charts/{name}"] = getattr(state, name)
+    state.recent_returns = (state.recent_returns + [episode[0] for episode in rollout.episodes])[-100:]
+    if math.isnan(state.start_return) and len(state.recent_returns) >= 20:
+        state.start_return = float(np.mean(state.recent_returns))
+    messages = diagnose(figures, state, args)
+    for tag, value in figures.items():
+        writer.add_scalar(tag, value, state.global_step)
+    for message in messages:
+        writer.add_text("advice", message, state.global_step)
+    return messages
+
+
+def status(figures: Figures, state: State, args: Args) -> str:
+    """What the terminal shows once a second."""
+    left = max(args.total_timesteps - state.global_step, 0) / figures["charts/SPS"]
+    speed = f"{figures['charts/SPS']:,.0f}/s, {left // 60:.0f}:{left % 60:02.0f} left"
+    recent, share = state.recent_returns, state.global_step / args.total_timesteps
+    returns = f"return {np.mean(recent):.1f} (last {len(recent)} episodes)" if recent else "no episode ended"
+    line = f"{state.global_step:>11,} steps {share:>4.0%}  {speed}  {returns}  KL {figures['losses/kl']:.4f}"
+    return "  ".join([line, *(f"[{name}]" for name in state.active)])
+
+
+def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
+    """Train, evaluate and say where everything lies; or only plan, or evaluate. Returns `evaluate`'s results.
+
+    Raises `Refused` before anything is written, and `TrainingFailed` when training cannot go on.
+    """
+    check_args(args)
+    torch.set_num_threads(args.num_threads)
+    env_seed = seed_everything(args.seed)
+    envs, one_hot = make_envs(args, args.num_envs)
+    agent = Agent(args, one_hot, envs.single_action_space).to(pick_device(args))
+    optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=args.device != "mps")
+    state = State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
+    if args.resume or args.evaluate:
+        content = load_checkpoint(args.resume or args.evaluate, agent)
+        optimizer.load_state_dict(content["optimizer"])
+        state = State(**content["state"])
+        torch.set_rng_state(content["random"][0])
+        torch.cuda.set_rng_state_all(content["random"][1 : 1 + torch.cuda.device_count()])
+    modes = ("greedy", "stochastic")
+    if args.evaluate:
+        return {mode: evaluate(agent, args, mode, Path(args.evaluate).parent) for mode in modes}
+    if state.global_step >= args.total_timesteps:
+        raise Refused(f"{args.resume} has done {state.global_step:,} steps; set --total-timesteps to more.")
+    print("\n".join(plan(args) if args.plan else plan(args)[:5]), flush=True)
+    if args.plan:
+        return {}
+    folder, writer = open_run(args, state)
+    path = folder / "checkpoint.pt"
+    resume = shlex.join(["python", sys.argv[0], "--resume", str(path)])
+    print(f"folder     {folder}", flush=True)
+
+    def save() -> float:
+        writer.flush()  # first, so that the curves have no gap where training goes on
+        save_checkpoint(path, agent, optimizer, state, args)
+        return time.monotonic()
+
+    def catch(number: int, _: Any) -> None:
+        caught.append(number)  # training stops after this iteration
+        signal.signal(number, handlers[number])  # the second one acts at once
+
+    caught: list[int] = []
+    handlers = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
+    rollout = Rollout(args, len(one_hot))
+    figures: Figures = {}
+    try:
+        rollout.obs[-1] = torch.as_tensor(envs.reset(seed=env_seed + state.global_step)[0])
+        first_step, start, saved, shown = state.global_step, time.monotonic(), save(), 0.0
+        while state.global_step < args.total_timesteps and not caught:  # PPO paper, Algorithm 1
+            adjust_coefficients(state, args, figures)
+            collect_rollout(envs, agent, rollout)
+            figures = update(agent, optimizer, rollout, state, args)
+
+            state.global_step += int(rollout.valid.sum())
+            now = time.monotonic()
+            figures["charts/SPS"] = (state.global_step - first_step) / (now - start)
+            messages = report(writer, figures, rollout, state, args)
+            if messages or now - shown >= 1:
+                print("\n".join([status(figures, state, args), *messages]), flush=True)
+                shown = now
+            if now - saved >= args.checkpoint_seconds:
+                saved = save()
+    except BaseException:
+        print(f"Failed after step {state.global_step:,}. Last checkpoint: {resume}", file=sys.stderr)
+        raise
+    finally:
+        envs.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    save()
+    if caught:
+        print(f"{signal.Signals(caught[0]).name} after step {state.global_step:,}. To go on: {resume}")
+        raise SystemExit(128 + caught[0])
+    results = {mode: evaluate(agent, args, mode, folder) for mode in modes}
+    for mode, result in results.items():
+        writer.add_scalar(f"eval/{mode}_return", result["returns"].mean(), state.global_step)
+    writer.close()
+    print(f"view       tensorboard --logdir {folder.parent}")
+    print(f"watch      {resume.replace('--resume', '--evaluate')} --capture-video")
+    print(f"go on      {resume} --total-timesteps {2 * args.total_timesteps}")
+    return results
+
+
+def main() -> None:
+    """The command line. Exit status: 0 done, 1 training failed, 2 refused, 128 + n stopped by signal n."""
+    try:
+        args = tyro.cli(Args)
+        if path := args.resume or args.evaluate:  # flags that are given override the checkpoint's
+            saved = Args(**load_checkpoint(path)["args"])
+            args = tyro.cli(Args, default=replace(saved, plan=False, resume=None, evaluate=None))
+            for name in FIXED:
+                if getattr(args, name) != getattr(saved, name):
+                    raise Refused(f"{path} has {name} {getattr(saved, name)}, which cannot be changed.")
+        train(args)
+    except (Refused, TrainingFailed) as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(error, Refused) else 1) from None
+
+
+if __name__ == "__main__":
+    main()
