@@ -13,8 +13,8 @@
     python ppo.py --env-id CartPole-v1
 
 trains on any Gymnasium environment with `Discrete` actions and observations that flatten to a vector. To use
-your own, register it and name it (`--env-id my_module:MyEnv-v0`), or copy this file, define the class in it and
-in `make_env` put `MyEnv()` in the place of `gym.make(...)`.
+your own, register it and name it (`--env-id my_module:MyEnv-v0`), or copy this file, define the class in
+it and in `make_env` put `MyEnv()` in the place of `gym.make(...)`.
 
 Reading order: `Agent` (the networks), the equations (`compute_gae`, `ppo_loss`), `collect_rollout`, `update`,
 and `train`, which is Algorithm 1 of the PPO paper. Where an equation or a detail comes from:
@@ -33,19 +33,19 @@ B rows of a batch.
 from __future__ import annotations
 
 import math
-import os
 import random
 import re
 import shlex
 import signal
 import sys
 import time
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -53,6 +53,7 @@ import torch
 import tyro
 from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 from torch.optim import Adam
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
@@ -70,7 +71,7 @@ class Args:
     resume: str | None = None
     """Go on from this checkpoint, in its run folder. Flags given with it override those saved in it."""
     evaluate: str | None = None
-    """Only evaluate this checkpoint: --eval-episodes with the likeliest actions, and as many with sampled ones."""
+    """Only evaluate this checkpoint: --eval-episodes with the likeliest and as many with sampled actions."""
     eval_episodes: int = 10
     """Episodes of an evaluation, each in an environment of its own."""
     eval_max_steps: int = 10_000
@@ -160,8 +161,8 @@ class Args:
 # A checkpoint's format, and the settings that it fixes: its networks and its rollouts depend on them.
 FORMAT, FIXED = "ppo-discrete-1", ("env_id", "num_envs", "num_steps", "hidden_size", "norm_obs")
 BOUNDS = {  # settings outside these are nonsense
-    "num_envs num_minibatches hidden_size num_threads eval_episodes eval_max_steps": (1, 1e6),
-    "total_timesteps update_epochs": (1, 1e15),
+    "num_envs num_minibatches hidden_size num_threads eval_episodes update_epochs": (1, 1e6),
+    "total_timesteps eval_max_steps": (1, 1e15),
     "num_steps": (2, 1e6),  # a rollout of one step may hold nothing but filler rows
     "gamma gae_lambda": (0, 1),
     "learning_rate clip_coef max_grad_norm desired_kl target_kl checkpoint_seconds": (1e-12, 1e6),
@@ -208,7 +209,7 @@ def check_args(args: Args) -> None:
 
 
 def one_hot_mask(space: gym.Space) -> np.ndarray:
-    """[D] bool, in the order of `gymnasium.spaces.flatten`: True for categories and bits, not for quantities."""
+    """[D] bool, ordered as `gymnasium.spaces.flatten` does: True for categories and bits, not quantities."""
     if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
         parts = space.values() if isinstance(space, gym.spaces.Dict) else space
         return np.concatenate([one_hot_mask(part) for part in parts])
@@ -249,18 +250,18 @@ def make_env(args: Args, index: int = 0, video: Path | None = None) -> gym.Env:
 
 
 def make_envs(args: Args, num_envs: int, video: Path | None = None) -> tuple[VectorEnv, np.ndarray]:
-    """N environments that reset in the step after an episode's end, and the `one_hot_mask` [D] of their space.
+    """N environments that reset in the step after an episode's end, and their space's `one_hot_mask` [D].
 
-    They are the environment's own vector version where it is registered with one, else share this process, or with --async-envs have one each. Raises `Refused` for an environment that this script cannot train on.
+    They are the environment's own vector version where it is registered with one, else share this process, or
+    with --async-envs have one each. Raises `Refused` for an environment that this script cannot train on.
     """
     try:
         single = make_env(args)
         one_hot = one_hot_mask(single.env.observation_space)
         single.close()
-        if single.spec and single.spec.vector_entry_point and not args.async_envs and not video:
+        flat = single.env.observation_space.shape == one_hot.shape
+        if flat and single.spec and single.spec.vector_entry_point and not args.async_envs and not video:
             envs = gym.make_vec(args.env_id, num_envs, vectorization_mode="vector_entry_point")
-            if envs.single_observation_space.shape != one_hot.shape:
-                envs = gym.wrappers.vector.FlattenObservation(envs)
         else:
             vectorize = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
             makers = [partial(make_env, args, index, video) for index in range(num_envs)]
@@ -290,13 +291,20 @@ class RunningMoments(nn.Module):
         self.count += len(rows)
 
 
-def mlp(inputs: int, hidden: int, outputs: int, gain: float) -> nn.Sequential:
-    """Two tanh layers and a linear one. Orthogonal weights of gain √2, last `gain`; biases 0 (Huang 2022)."""
-    layers = [nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)]
-    for layer, scale in zip(layers, (math.sqrt(2), math.sqrt(2), gain), strict=True):
-        nn.init.orthogonal_(layer.weight, scale)
-        nn.init.zeros_(layer.bias)
-    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+class MLP(nn.ModuleList):
+    """Two tanh layers and a linear one: orthogonal weights of gain √2, last `gain`; biases 0 (Huang 2022)."""
+
+    def __init__(self, inputs: int, hidden: int, outputs: int, gain: float):
+        super().__init__([nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)])
+        for layer, scale in zip(self, (math.sqrt(2), math.sqrt(2), gain), strict=True):
+            nn.init.orthogonal_(layer.weight, scale)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        *hidden, last = self
+        for layer in hidden:  # not `layer(x)`: for a few rows, a module call takes longer than the arithmetic
+            x = F.linear(x, layer.weight, layer.bias).tanh()
+        return F.linear(x, last.weight, last.bias)
 
 
 class Agent(nn.Module):
@@ -305,8 +313,8 @@ class Agent(nn.Module):
     def __init__(self, args: Args, one_hot: np.ndarray, actions: gym.spaces.Discrete):
         super().__init__()
         self.norm_obs, self.num_actions, self.first_action = args.norm_obs, int(actions.n), int(actions.start)
-        self.actor = mlp(len(one_hot), args.hidden_size, self.num_actions, gain=0.01)  # near-uniform at first
-        self.critic = mlp(len(one_hot), args.hidden_size, 1, gain=1.0)
+        self.actor = MLP(len(one_hot), args.hidden_size, self.num_actions, gain=0.01)  # near-uniform at first
+        self.critic = MLP(len(one_hot), args.hidden_size, 1, gain=1.0)
         self.one_hot = nn.Buffer(torch.from_numpy(one_hot))
         self.obs_moments, self.return_moments = RunningMoments(len(one_hot)), RunningMoments(1)
 
@@ -370,18 +378,9 @@ class State:
     active: list[str] = field(default_factory=list)  # advice that has begun and not ended
 
 
-class Batch(NamedTuple):
-    """Rows to learn from, each field [B, ...]: what was seen and done, what the old networks made of it."""
-
-    obs: Tensor  # [B, D], normalised
-    actions: Tensor
-    policy: Tensor  # [B, A], log π_old(·|s)
-    log_probs: Tensor  # log π_old(a|s)
-    values: Tensor  # V_old(s)
-    advantages: Tensor
-    returns: Tensor
-
-
+# Rows to learn from: obs [B, D], normalised; actions [B]; what the old networks made of them, policy [B, A] =
+# log π_old(·|s), log_probs [B] = log π_old(a|s) and values [B] = V_old(s); advantages [B] and returns [B].
+Batch = namedtuple("Batch", "obs actions policy log_probs values advantages returns")
 Figures = dict[str, float]  # what is logged, by TensorBoard tag
 FIGURES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 
@@ -395,21 +394,21 @@ def compute_gae(
         A_t = δ_t + γλ (1 - (terminated_t ∨ truncated_t)) A_{t+1}
         return_t = A_t + V(s_t), the critic's TD(λ) target
 
-    A time limit ends the sum but not the future: V(s_{t+1}) still counts there (Pardo 2018, §3.2). So `values`
-    [T+1, N] must hold in row t+1 the value of the true successor of row t; all else is [T, N]. Results in
-    filler rows mean nothing, and no other row depends on them.
+    A time limit ends the sum but not the future: V(s_{t+1}) still counts there (Pardo 2018, §3.2). So row t+1
+    of `values` [T+1, N] must be the value of the true successor of row t; all else is [T, N]. Results in filler
+    rows mean nothing, and no other row depends on them.
     """
     deltas = rewards + gamma * values[1:] * ~terminated - values[:-1]
     decays = gamma * gae_lambda * (~(terminated | truncated)).to(values.dtype)
-    advantages = torch.empty_like(deltas)
-    following = torch.zeros_like(deltas[0])
-    for t in reversed(range(len(deltas))):
-        following = advantages[t] = torch.addcmul(deltas[t], decays[t], following)  # δ_t + decay_t A_{t+1}
-    return advantages, advantages + values[:-1]
+    advantages = [torch.zeros_like(deltas[0])]
+    for delta, decay in zip(reversed(deltas.unbind()), reversed(decays.unbind()), strict=True):
+        advantages.append(torch.addcmul(delta, decay, advantages[-1]))  # δ_t + decay_t A_{t+1}
+    stacked = torch.stack(advantages[:0:-1])
+    return stacked, stacked + values[:-1]
 
 
 def ppo_loss(policy: Tensor, values: Tensor, batch: Batch, state: State, args: Args) -> tuple[Tensor, Tensor]:
-    """The scalar loss to minimise (PPO paper, equation 9, negated) and the figures [6] that `FIGURES` names.
+    """The scalar loss to minimise (PPO paper, equation 9, negated) and the figures [6] named in `FIGURES`.
 
     `policy` [B, A] and `values` [B] are what the networks, as they are now, make of `batch.obs`.
     """
@@ -492,15 +491,14 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout) -> None:
     terminated, truncated, valid = (x.numpy() for x in (rollout.terminated, rollout.truncated, rollout.valid))
     obs[0], done = obs[-1], terminated[-1] | truncated[-1]
     noise, rollout.episodes = agent.noise(*actions.shape), []
-    for t in range(len(actions)):
-        action, rollout.acting_policy = agent.act(rollout.obs[t].to(noise.device), noise[t])
-        actions[t], valid[t] = action.cpu(), ~done  # after an episode's end, a step only resets
-        step = envs.step(actions[t] + agent.first_action)
-        obs[t + 1], rewards[t], terminated[t], truncated[t], info = step
+    for t, (inputs, noise_t) in enumerate(zip(rollout.obs.unbind(), noise.unbind(), strict=False)):
+        action, rollout.acting_policy = agent.act(inputs.to(noise.device), noise_t)
+        actions[t], valid[t] = action.cpu().numpy(), ~done  # after an episode's end, a step only resets
+        obs[t + 1], rewards[t], terminated[t], truncated[t], info = envs.step(actions[t] + agent.first_action)
         done = terminated[t] | truncated[t]
         if done.any():
-            ended = info["episode"]["r"][done].tolist(), info["episode"]["l"][done].tolist()
-            rollout.episodes += zip(*ended, strict=True)
+            returns, lengths = info["episode"]["r"][done], info["episode"]["l"][done]
+            rollout.episodes += zip(returns.tolist(), lengths.tolist(), strict=True)
     for t, n in np.argwhere(~(np.isfinite(obs[1:]).all(-1) & np.isfinite(rewards)))[:1]:
         values = f"observation {obs[t + 1, n]}, reward {rewards[t, n]}"
         raise TrainingFailed(f"environment {n} returned a value that is not finite in step {t}: {values}")
@@ -512,12 +510,14 @@ def scale_rewards(agent: Agent, rollout: Rollout, gamma: float) -> Tensor:
 
     Engstrom 2020, §3. The return is R_t = γ R_{t-1} + r_t, from 0 in each episode; its mean stays in.
     """
-    carried = torch.empty_like(rollout.rewards)
-    for t, valid in enumerate(rollout.valid):  # a filler row, with reward 0, drops what was carried
-        carried[t] = rollout.rewards[t] + gamma * valid * rollout.discounted_return
-        rollout.discounted_return = carried[t]
+    discounted = [rollout.discounted_return]
+    for reward, decay in zip(rollout.rewards.unbind(), (gamma * rollout.valid).unbind(), strict=True):
+        discounted.append(
+            torch.addcmul(reward, decay, discounted[-1])
+        )  # a filler row, of reward 0, starts anew
+    rollout.discounted_return = discounted[-1]
     device = agent.one_hot.device
-    agent.return_moments.update(carried[rollout.valid].unsqueeze(-1).to(device))
+    agent.return_moments.update(torch.stack(discounted[1:])[rollout.valid].unsqueeze(-1).to(device))
     return (rollout.rewards.to(device) * torch.rsqrt(agent.return_moments.var + 1e-8)).clamp(-10, 10)
 
 
@@ -578,23 +578,23 @@ def kl_watch(figures: Figures, state: State, args: Args) -> bool:
 
 
 def kl_act(figures: Figures, state: State, args: Args) -> bool:
-    """KL > 0.1: updates outrun their data, returns may collapse; set --target-kl 0.03 or halve --learning-rate"""
+    """KL > 0.1: updates outrun their data; set --target-kl 0.03 or halve --learning-rate"""
     return figures["losses/kl"] > 0.1
 
 
 def drift(figures: Figures, state: State, args: Args) -> bool:
-    """clip fraction > 0.4: most rows are clipped and steer no more; lower --learning-rate or --update-epochs"""
+    """clip fraction > 0.4: clipped rows steer no more, and drift; lower --learning-rate or --update-epochs"""
     return figures["losses/clipfrac"] > 0.4
 
 
 def idle(figures: Figures, state: State, args: Args) -> bool:
-    """no clipping and KL < 1e-6 in the first half: steps are too small; raise --learning-rate, --update-epochs"""
+    """KL < 1e-6, no clipping in the first half: steps too small; raise --learning-rate or --update-epochs"""
     moving = args.update_epochs * args.num_minibatches == 1 or state.global_step > 0.5 * args.total_timesteps
     return not moving and figures["losses/clipfrac"] == 0 and figures["losses/kl"] < 1e-6
 
 
 def critic(figures: Figures, state: State, args: Args) -> bool:
-    """explained variance < 0 after a tenth of it: the critic misleads; use --norm-rewards or raise --vf-coef"""
+    """explained variance < 0 after a tenth: the critic misleads; use --norm-rewards or raise --vf-coef"""
     return figures["losses/explained_variance"] < 0 and state.global_step > 0.1 * args.total_timesteps
 
 
@@ -604,7 +604,7 @@ def collapse(figures: Figures, state: State, args: Args) -> bool:
 
 
 def mismatch(figures: Figures, state: State, args: Args) -> bool:
-    """acting and learning log-probabilities differ by > 1e-4: not one policy; try --device cpu, check `act`"""
+    """acting and learning log-probabilities differ by > 1e-4: two policies; try --device cpu, check `act`"""
     return figures["losses/policy_mismatch"] > 1e-4
 
 
@@ -614,11 +614,11 @@ ADVICE = {kl_watch: 3, kl_act: 3, drift: 10, idle: 20, critic: 20, collapse: 10,
 def diagnose(figures: Figures, state: State, args: Args) -> list[str]:
     """Read an iteration's figures: a message for each condition of `ADVICE` that begins or ends with it.
 
-    A condition begins when it has held, and ends when it has not, for its number of iterations in a row. Raises
-    `TrainingFailed` when the loss or the gradient is not finite: the networks are spoilt then.
+    A condition begins when it has held, and ends when it has not, for its number of iterations in a row.
+    Raises `TrainingFailed` when the loss or the gradient is not finite: the networks are spoilt then.
     """
     if not all(math.isfinite(figures[f"losses/{name}"]) for name in (*FIGURES, "grad_norm", "kl")):
-        raise TrainingFailed("loss or gradient not finite; lower --learning-rate and look for huge rewards")
+        raise TrainingFailed("loss or gradient not finite; lower --learning-rate, look for huge rewards")
     messages = []
     for condition, held in ADVICE.items():
         name, advice = condition.__name__, str(condition.__doc__)
@@ -639,8 +639,8 @@ def plan(args: Args) -> list[str]:
     schedules, objective = (", ".join(f"{n} {getattr(args, n)}" for n in x.split()) for x in (moving, fixed))
     return [
         f"{args.env_id}: {args.total_timesteps:,} steps with seed {args.seed} on {pick_device(args)}",
-        f"rollout    {args.num_envs} environments x {args.num_steps} steps = {rows:,} rows, {rollouts:,} times",
-        f"update     {args.update_epochs} epochs x {args.num_minibatches} minibatches of about {part:,} rows = "
+        f"rollout    {args.num_envs} environments x {args.num_steps} steps = {rows:,} rows, x {rollouts:,}",
+        f"update     {args.update_epochs} epochs x {args.num_minibatches} minibatches of {part:,} rows = "
         f"{steps} gradient steps, {steps * rollouts:,} in all",
         f"schedules  {schedules}",
         f"objective  {objective}",
@@ -690,8 +690,11 @@ def evaluate(agent: Agent, args: Args, mode: str, folder: Path) -> dict[str, np.
     return {"returns": returns, "lengths": lengths}
 
 
-def save_checkpoint(path: Path, agent: Agent, optimizer: Adam, state: State, args: Args) -> None:
-    """Write all that training needs to go on. If killed, it leaves `path` whole: the old file or the new one."""
+def save_checkpoint(
+    path: Path, writer: SummaryWriter, agent: Agent, optimizer: Adam, state: State, args: Args
+) -> None:
+    """Write all that training needs to go on. If killed, `path` is still whole: the old file or the new."""
+    writer.flush()  # first, so that the curves have no gap where training goes on
     content = {  # only types that `torch.load(..., weights_only=True)` accepts
         "format": FORMAT,
         "args": asdict(args),
@@ -700,22 +703,21 @@ def save_checkpoint(path: Path, agent: Agent, optimizer: Adam, state: State, arg
         "optimizer": optimizer.state_dict(),
         "random": [torch.get_rng_state(), *torch.cuda.get_rng_state_all()],
     }
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    torch.save(content, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").replace(path)
 
 
-def load_checkpoint(path: str, agent: Agent | None = None) -> dict[str, Any]:
-    """Read a checkpoint of this script; put its networks and statistics into the agent. Raises `Refused`."""
+def load_checkpoint(path: str, agent: Agent | None = None, optimizer: Adam | None = None) -> dict[str, Any]:
+    """Read a checkpoint, put it into the agent, the optimiser and the random generators. Raises `Refused`."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content["format"] != FORMAT:
             raise Refused(f"its format is {content['format']}, this script's is {FORMAT}")
-        if agent:
+        if agent and optimizer:
             agent.load_state_dict(content["agent"])
+            optimizer.load_state_dict(content["optimizer"])
+            torch.set_rng_state(content["random"][0])
+            torch.cuda.set_rng_state_all(content["random"][1 : 1 + torch.cuda.device_count()])
         return content
     except Exception as error:  # torch.load raises many kinds: for no file, half a file, some other file
         reason = " ".join(str(error).split())[:200]
@@ -725,8 +727,8 @@ def load_checkpoint(path: str, agent: Agent | None = None) -> dict[str, Any]:
 def open_run(args: Args, state: State) -> tuple[Path, SummaryWriter]:
     """The run folder, for --resume that of the checkpoint, else a new one, and TensorBoard's writer in it.
 
-    A new folder's name is safe for any id and belongs to no other run. In an old one, TensorBoard drops what was
-    logged after the checkpoint, so that curves have no duplicates.
+    A new folder's name is safe for any id and belongs to no other run. In an old one, TensorBoard drops what
+    was logged after the checkpoint, so that curves have no duplicates.
     """
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
     folder = Path(args.resume).parent if args.resume else Path("runs") / re.sub(r"[^\w.+-]+", "_", name)
@@ -789,12 +791,8 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
     agent = Agent(args, one_hot, envs.single_action_space).to(pick_device(args))
     optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=args.device != "mps")
     state = State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
-    if args.resume or args.evaluate:
-        content = load_checkpoint(args.resume or args.evaluate, agent)
-        optimizer.load_state_dict(content["optimizer"])
-        state = State(**content["state"])
-        torch.set_rng_state(content["random"][0])
-        torch.cuda.set_rng_state_all(content["random"][1 : 1 + torch.cuda.device_count()])
+    if checkpoint := args.resume or args.evaluate:
+        state = State(**load_checkpoint(checkpoint, agent, optimizer)["state"])
     modes = ("greedy", "stochastic")
     if args.evaluate:
         return {mode: evaluate(agent, args, mode, Path(args.evaluate).parent) for mode in modes}
@@ -808,22 +806,18 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
     resume = shlex.join(["python", sys.argv[0], "--resume", str(path)])
     print(f"folder     {folder}", flush=True)
 
-    def save() -> float:
-        writer.flush()  # first, so that the curves have no gap where training goes on
-        save_checkpoint(path, agent, optimizer, state, args)
-        return time.monotonic()
-
     def catch(number: int, _: Any) -> None:
         caught.append(number)  # training stops after this iteration
         signal.signal(number, handlers[number])  # the second one acts at once
 
     caught: list[int] = []
     handlers = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
-    rollout = Rollout(args, len(one_hot))
-    figures: Figures = {}
+    rollout, figures = Rollout(args, len(one_hot)), dict[str, float]()
+    learner = writer, agent, optimizer, state, args
     try:
         rollout.obs[-1] = torch.as_tensor(envs.reset(seed=env_seed + state.global_step)[0])
-        first_step, start, saved, shown = state.global_step, time.monotonic(), save(), 0.0
+        save_checkpoint(path, *learner)
+        first_step, start, saved, shown = state.global_step, time.monotonic(), time.monotonic(), 0.0
         while state.global_step < args.total_timesteps and not caught:  # PPO paper, Algorithm 1
             adjust_coefficients(state, args, figures)
             collect_rollout(envs, agent, rollout)
@@ -837,7 +831,8 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
                 print("\n".join([status(figures, state, args), *messages]), flush=True)
                 shown = now
             if now - saved >= args.checkpoint_seconds:
-                saved = save()
+                save_checkpoint(path, *learner)
+                saved = now
     except BaseException:
         print(f"Failed after step {state.global_step:,}. Last checkpoint: {resume}", file=sys.stderr)
         raise
@@ -845,7 +840,7 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
         envs.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    save()
+    save_checkpoint(path, *learner)
     if caught:
         print(f"{signal.Signals(caught[0]).name} after step {state.global_step:,}. To go on: {resume}")
         raise SystemExit(128 + caught[0])
