@@ -45,7 +45,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import gymnasium as gym
 import numpy as np
@@ -227,7 +227,7 @@ def check_spaces(obs: gym.Space, action: gym.Space) -> None:
         raise Refused(f"its observations, {obs}, do not flatten to a vector.")
 
 
-def guard(env: gym.Env, index: int) -> gym.Env:
+def guard(env: gym.Wrapper, index: int) -> gym.Wrapper:
     """Make an environment say which one it is when it fails."""
 
     def guarded(call: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -240,7 +240,7 @@ def guard(env: gym.Env, index: int) -> gym.Env:
     return env
 
 
-def make_env(args: Args, index: int = 0, video: Path | None = None) -> gym.Env:
+def make_env(args: Args, index: int = 0, video: Path | None = None) -> gym.Wrapper:
     """One environment with flat observations; with a folder `video`, its first episode is recorded there."""
     env = gym.make(args.env_id, render_mode="rgb_array" if video else None)
     check_spaces(env.observation_space, env.action_space)
@@ -287,21 +287,22 @@ class RunningMoments(nn.Module):
         share = len(rows) / (self.count + len(rows))  # of the new rows
         delta = rows.mean(0) - self.mean
         self.var.lerp_(rows.var(0, correction=0), share).add_(share * (1 - share) * delta.square())
-        self.mean += share * delta
-        self.count += len(rows)
+        self.mean.add_(share * delta)
+        self.count.add_(len(rows))
 
 
 class MLP(nn.ModuleList):
     """Two tanh layers and a linear one: orthogonal weights of gain √2, last `gain`; biases 0 (Huang 2022)."""
 
     def __init__(self, inputs: int, hidden: int, outputs: int, gain: float):
-        super().__init__([nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)])
-        for layer, scale in zip(self, (math.sqrt(2), math.sqrt(2), gain), strict=True):
+        layers = [nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)]
+        super().__init__(layers)
+        for layer, scale in zip(layers, (math.sqrt(2), math.sqrt(2), gain), strict=True):
             nn.init.orthogonal_(layer.weight, scale)
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        *hidden, last = self
+        *hidden, last = cast("list[nn.Linear]", self)
         for layer in hidden:  # not `layer(x)`: for a few rows, a module call takes longer than the arithmetic
             x = F.linear(x, layer.weight, layer.bias).tanh()
         return F.linear(x, last.weight, last.bias)
@@ -310,7 +311,7 @@ class MLP(nn.ModuleList):
 class Agent(nn.Module):
     """Actor, critic and the running statistics that they rely on: all that a saved policy needs."""
 
-    def __init__(self, args: Args, one_hot: np.ndarray, actions: gym.spaces.Discrete):
+    def __init__(self, args: Args, one_hot: np.ndarray, actions: Any):
         super().__init__()
         self.norm_obs, self.num_actions, self.first_action = args.norm_obs, int(actions.n), int(actions.start)
         self.actor = MLP(len(one_hot), args.hidden_size, self.num_actions, gain=0.01)  # near-uniform at first
@@ -395,8 +396,8 @@ def compute_gae(
         return_t = A_t + V(s_t), the critic's TD(λ) target
 
     A time limit ends the sum but not the future: V(s_{t+1}) still counts there (Pardo 2018, §3.2). So row t+1
-    of `values` [T+1, N] must be the value of the true successor of row t; all else is [T, N]. Results in filler
-    rows mean nothing, and no other row depends on them.
+    of `values` [T+1, N] must be the value of the true successor of row t; all else is [T, N]. Results in
+    filler rows mean nothing, and no other row depends on them.
     """
     deltas = rewards + gamma * values[1:] * ~terminated - values[:-1]
     decays = gamma * gae_lambda * (~(terminated | truncated)).to(values.dtype)
@@ -536,7 +537,8 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
         advantages, returns = compute_gae(rewards, values, *ends)
         stored = obs[:-1], actions, policy, log_prob(policy, actions), values[:-1], advantages, returns
         batch = Batch(*(x.flatten(0, 1) for x in stored))
-        unexplained = (batch.returns - batch.values)[rows].var() / batch.returns[rows].var()
+        errors, targets = (batch.returns - batch.values)[rows], batch.returns[rows]
+        fit = 1 - errors.var() / targets.var(), (errors.square().mean() / targets.square().mean()).sqrt()
         mismatch = (rollout.acting_policy - policy[-1]).abs().amax(-1) * rollout.valid[-1].to(device)
 
     parts = max(1, min(args.num_minibatches, len(rows) // 2))  # at least 2 rows each
@@ -564,8 +566,8 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
 
     if args.norm_obs:  # not earlier: the statistics that acted are those that were learnt with
         agent.obs_moments.update(raw_obs[:-1].flatten(0, 1)[rows])
-    read = torch.cat([figures / (epoch + 1), torch.stack([kl, 1 - unexplained, mismatch.max()])]).tolist()
-    names = *FIGURES, "grad_norm", "kl", "explained_variance", "policy_mismatch"
+    read = torch.cat([figures / (epoch + 1), torch.stack([kl, *fit, mismatch.max()])]).tolist()
+    names = *FIGURES, "grad_norm", "kl", "explained_variance", "relative_error", "policy_mismatch"
     return {f"losses/{name}": value for name, value in zip(names, read, strict=True)}
 
 
@@ -595,12 +597,15 @@ def idle(figures: Figures, state: State, args: Args) -> bool:
 
 def critic(figures: Figures, state: State, args: Args) -> bool:
     """explained variance < 0 after a tenth: the critic misleads; use --norm-rewards or raise --vf-coef"""
-    return figures["losses/explained_variance"] < 0 and state.global_step > 0.1 * args.total_timesteps
+    early = state.global_step <= 0.1 * args.total_timesteps
+    # Where returns hardly vary, as in a solved CartPole, explaining their variance is no task for a critic.
+    return not early and figures["losses/explained_variance"] < 0 and figures["losses/relative_error"] > 0.1
 
 
 def collapse(figures: Figures, state: State, args: Args) -> bool:
     """entropy < 0.05 and returns no better than at first: it explores no more; raise --ent-coef"""
-    return figures["losses/entropy"] < 0.05 and np.mean(state.recent_returns or np.inf) <= state.start_return
+    poor = figures.get("charts/episodic_return_100", math.inf) <= state.start_return
+    return poor and figures["losses/entropy"] < 0.05
 
 
 def mismatch(figures: Figures, state: State, args: Args) -> bool:
@@ -747,7 +752,7 @@ def open_run(args: Args, state: State) -> tuple[Path, SummaryWriter]:
         table = "".join(f"|{flag}|{value}|\n" for flag, value in settings.items())
         writer.add_text("settings", f"|flag|value|\n|-|-|\n{table}")
         for summary in hparams(settings, {"charts/episodic_return": 0, "eval/greedy_return": 0}):
-            writer.file_writer.add_summary(summary)
+            writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
     return folder, writer
 
 
@@ -759,8 +764,10 @@ def report(writer: SummaryWriter, figures: Figures, rollout: Rollout, state: Sta
     for name in ("learning_rate", "clip_coef", "kl_coef", "ent_coef"):
         figures[f"charts/{name}"] = getattr(state, name)
     state.recent_returns = (state.recent_returns + [episode[0] for episode in rollout.episodes])[-100:]
+    if state.recent_returns:
+        figures["charts/episodic_return_100"] = float(np.mean(state.recent_returns))
     if math.isnan(state.start_return) and len(state.recent_returns) >= 20:
-        state.start_return = float(np.mean(state.recent_returns))
+        state.start_return = figures["charts/episodic_return_100"]
     messages = diagnose(figures, state, args)
     for tag, value in figures.items():
         writer.add_scalar(tag, value, state.global_step)
@@ -811,7 +818,9 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
         signal.signal(number, handlers[number])  # the second one acts at once
 
     caught: list[int] = []
-    handlers = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers: dict[int, Any] = {
+        number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     rollout, figures = Rollout(args, len(one_hot)), dict[str, float]()
     learner = writer, agent, optimizer, state, args
     try:
