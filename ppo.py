@@ -242,7 +242,8 @@ def guard(env: gym.Wrapper, index: int) -> gym.Wrapper:
 
 def make_env(args: Args, index: int = 0, video: Path | None = None) -> gym.Wrapper:
     """One environment with flat observations; with a folder `video`, its first episode is recorded there."""
-    env = gym.make(args.env_id, render_mode="rgb_array" if video else None)
+    kwargs: dict[str, Any] = {"render_mode": "rgb_array"} if video else {}
+    env = gym.make(args.env_id, **kwargs)
     check_spaces(env.observation_space, env.action_space)
     if video:
         env = gym.wrappers.RecordVideo(env, str(video), lambda n: n == 0, name_prefix=f"episode-{index}")
@@ -511,11 +512,10 @@ def scale_rewards(agent: Agent, rollout: Rollout, gamma: float) -> Tensor:
 
     Engstrom 2020, §3. The return is R_t = γ R_{t-1} + r_t, from 0 in each episode; its mean stays in.
     """
+    rewards, decays = rollout.rewards * rollout.valid, gamma * rollout.valid
     discounted = [rollout.discounted_return]
-    for reward, decay in zip(rollout.rewards.unbind(), (gamma * rollout.valid).unbind(), strict=True):
-        discounted.append(
-            torch.addcmul(reward, decay, discounted[-1])
-        )  # a filler row, of reward 0, starts anew
+    for reward, decay in zip(rewards.unbind(), decays.unbind(), strict=True):
+        discounted.append(torch.addcmul(reward, decay, discounted[-1]))  # 0 in filler rows: starts anew
     rollout.discounted_return = discounted[-1]
     device = agent.one_hot.device
     agent.return_moments.update(torch.stack(discounted[1:])[rollout.valid].unsqueeze(-1).to(device))
@@ -538,7 +538,8 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
         stored = obs[:-1], actions, policy, log_prob(policy, actions), values[:-1], advantages, returns
         batch = Batch(*(x.flatten(0, 1) for x in stored))
         errors, targets = (batch.returns - batch.values)[rows], batch.returns[rows]
-        fit = 1 - errors.var() / targets.var(), (errors.square().mean() / targets.square().mean()).sqrt()
+        explained = 1 - errors.var(correction=0) / targets.var(correction=0)
+        relative_error = (errors.square().mean() / targets.square().mean()).sqrt()
         mismatch = (rollout.acting_policy - policy[-1]).abs().amax(-1) * rollout.valid[-1].to(device)
 
     parts = max(1, min(args.num_minibatches, len(rows) // 2))  # at least 2 rows each
@@ -566,7 +567,8 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
 
     if args.norm_obs:  # not earlier: the statistics that acted are those that were learnt with
         agent.obs_moments.update(raw_obs[:-1].flatten(0, 1)[rows])
-    read = torch.cat([figures / (epoch + 1), torch.stack([kl, *fit, mismatch.max()])]).tolist()
+    last = torch.stack([kl, explained, relative_error, mismatch.max()])
+    read = torch.cat([figures / (epoch + 1), last]).tolist()  # all at once: each reading waits for the device
     names = *FIGURES, "grad_norm", "kl", "explained_variance", "relative_error", "policy_mismatch"
     return {f"losses/{name}": value for name, value in zip(names, read, strict=True)}
 
@@ -818,9 +820,7 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
         signal.signal(number, handlers[number])  # the second one acts at once
 
     caught: list[int] = []
-    handlers: dict[int, Any] = {
-        number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    handlers: dict[int, Any] = {n: signal.signal(n, catch) for n in (signal.SIGINT, signal.SIGTERM)}
     rollout, figures = Rollout(args, len(one_hot)), dict[str, float]()
     learner = writer, agent, optimizer, state, args
     try:
@@ -844,6 +844,7 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
                 saved = now
     except BaseException:
         print(f"Failed after step {state.global_step:,}. Last checkpoint: {resume}", file=sys.stderr)
+        envs.close(terminate=True)  # workers that hang or have died cannot be asked to close
         raise
     finally:
         envs.close()

@@ -580,12 +580,16 @@ def test_norm_adv_forgets_scale_and_offset(seed, scale, shift):
 
 
 def test_norm_adv_at_the_edges():
-    """One row is not normalised, for it has no deviation; equal advantages become 0, not NaN."""
+    """One row is not normalised, for it has no deviation; two are; equal advantages become 0, not NaN."""
     logits, values, batch = random_batch(3, rows=1)
     loss, figures, gradient, _ = loss_of(logits, values, batch)
     raw_loss, raw_figures, raw_gradient, _ = loss_of(logits, values, batch, norm_adv=False)
     assert (loss, figures, gradient.tolist()) == (raw_loss, raw_figures, raw_gradient.tolist())
     assert gradient.abs().max() > 0
+    logits, values, batch = random_batch(3, rows=2)
+    args = make_args()
+    expected, _ = reference_loss(logits, values, batch, make_state(args), args)
+    assert loss_of(logits, values, batch)[0] == pytest.approx(expected)
     logits, values, batch = random_batch(3, rows=5)
     equal = batch._replace(advantages=torch.full_like(batch.advantages, 2.0))
     loss, figures, gradient, _ = loss_of(logits, values, equal, ent_coef=0.0)
@@ -598,12 +602,14 @@ def test_loss_reads_its_coefficients_from_state():
     """ε, β and the entropy coefficient are the state's, which schedules move, not the settings'."""
     logits, values, batch = random_batch(4)
     for surrogate in ("clip", "kl-penalty"):
-        args = make_args(surrogate=surrogate, clip_vloss=True)
+        args = make_args(surrogate=surrogate, clip_vloss=True, clip_coef=0.9)
         state = ppo.State(1.0, clip_coef=0.05, kl_coef=7.0, ent_coef=0.5)
         loss, figures = ppo.ppo_loss(torch.log_softmax(logits, -1), values, batch, state, args)
         expected, expected_figures = reference_loss(logits, values, batch, state, args)
         assert loss.item() == pytest.approx(expected)
         assert figures.tolist() == pytest.approx(list(expected_figures.values()))
+        _, settings_figures = reference_loss(logits, values, batch, make_state(args), args)
+        assert expected_figures["clipfrac"] > settings_figures["clipfrac"]
 
 
 def test_figures_carry_no_gradient():
@@ -1109,7 +1115,7 @@ def test_batches_hold_what_the_old_networks_made(recorder, norm_rewards, norm_ob
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_recompute_advantages(recorder, recompute):
+def test_recompute_advantages(recorder, monkeypatch, recompute):
     """Each epoch but the first has the advantages of the critic as it is then; all else stays the old."""
     args = make_args(
         recompute_advantages=recompute, num_minibatches=1, learning_rate=1e-2, norm_rewards=False
@@ -1118,7 +1124,10 @@ def test_recompute_advantages(recorder, recompute):
     rollout = make_rollout(args, agent)
     old = copy.deepcopy(agent)
     _, old_values = networks(old, rollout.obs)
+    passes, original = [], ppo.compute_gae
+    monkeypatch.setattr(ppo, "compute_gae", lambda *inputs: passes.append(1) or original(*inputs))
     learn(agent, rollout, args)
+    assert len(passes) == (args.update_epochs if recompute else 1)
     ends = rollout.terminated.numpy(), rollout.truncated.numpy()
     changes = []
     for epoch, call in enumerate(recorder.calls):
@@ -1187,13 +1196,14 @@ def test_critic_figures():
     assert figures["losses/relative_error"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_figures_are_means_over_all_minibatches(recorder):
-    """The loss's figures, over epochs and minibatches, are averaged with equal weights."""
-    args = make_args(num_minibatches=3)
+@pytest.mark.parametrize(("steps", "minibatches", "calls"), [(12, 3, 9), (3, 6, 15)])  # 6 do not fit
+def test_figures_are_means_over_all_minibatches(recorder, steps, minibatches, calls):
+    """All epochs and minibatches, however many fit the rows, count the same in the means."""
+    args = make_args(num_steps=steps, num_minibatches=minibatches)
     agent = make_agent(args)
     figures = learn(agent, make_rollout(args, agent), args)
     expected = torch.stack([call.figures for call in recorder.calls]).double().mean(0)
-    assert len(recorder.calls) == 9
+    assert len(recorder.calls) == calls
     assert expected[-1] > 0
     for name, value in zip(ppo.FIGURES, expected.tolist(), strict=True):
         assert figures[f"losses/{name}"] == pytest.approx(value, rel=1e-5, abs=1e-8)
@@ -1214,6 +1224,19 @@ def test_gradient_norm_is_logged_before_and_applied_after_clipping():
     step = (weights(agent) - before).norm().item()
     assert clipped["losses/grad_norm"] == pytest.approx(norm, rel=1e-3)
     assert step == pytest.approx(args.learning_rate * 0.01, rel=2e-2)
+
+
+def test_steps_have_the_learning_rate_of_the_state():
+    """The step size is the state's, which schedules move, not the settings' or the optimiser's own."""
+    args = make_args(update_epochs=1, num_minibatches=1)
+    changes = []
+    for learning_rate in (args.learning_rate, args.learning_rate / 4):
+        agent = make_agent(args)
+        rollout, before, state = make_rollout(args, agent), weights(agent), make_state(args)
+        state.learning_rate = learning_rate
+        ppo.update(agent, SGD(agent.parameters(), 99.0), rollout, state, args)
+        changes.append((weights(agent) - before).norm().item())
+    assert changes[0] == pytest.approx(4 * changes[1], rel=1e-2)
 
 
 def test_mean_gradient_norm(monkeypatch):

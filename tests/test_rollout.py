@@ -321,7 +321,9 @@ def test_one_hot_mask(space):
     assert np.array_equal(mask, np.isin(samples, (0, 1)).all(0))
 
 
-@pytest.mark.parametrize("space", [spaces.Text(4), spaces.OneOf((spaces.Discrete(3), BOX))], ids=str)
+@pytest.mark.parametrize(
+    "space", [spaces.Text(4), spaces.OneOf((spaces.Discrete(3), BOX))], ids=["text", "one of"]
+)
 def test_one_hot_mask_leaves_out_quantities(space):
     """An entry that takes other values than 0 and 1 is a quantity, to be normalised."""
     assert np.isin(flat_samples(space)[:, ppo.one_hot_mask(space)], (0, 1)).all()
@@ -378,6 +380,7 @@ def test_make_envs_makes_as_many_as_asked(env_id):
     before = scripted_envs.OPEN[0]
     envs, one_hot = ppo.make_envs(make_args(env_id=env_id, num_envs=2), 3)
     assert envs.num_envs == 3
+    assert envs.render_mode is None  # training draws no pictures
     assert envs.metadata["autoreset_mode"] is gym.vector.AutoresetMode.NEXT_STEP
     assert one_hot.tolist() == [False] * 4
     envs.close()
@@ -497,6 +500,7 @@ def fail(seed=KEY, **settings):
     return None
 
 
+@pytest.mark.filterwarnings("ignore")  # Gymnasium prints the worker's traceback as warnings
 @pytest.mark.parametrize("workers", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("fault", ["step", "reset"])
 def test_environment_that_raises(fault, workers):
@@ -668,17 +672,20 @@ def test_evaluation_shares_this_process(tmp_path, monkeypatch):
     assert scripted_envs.OPEN[0] == before
 
 
+@pytest.mark.filterwarnings("ignore:.*Overwriting existing videos")
 def test_videos(tmp_path):
     """--capture-video records the first episode of each environment of the greedy evaluation only."""
     pytest.importorskip("moviepy")
-    args = ppo.Args(capture_video=True, eval_episodes=2, eval_max_steps=12, hidden_size=8)
+    args = ppo.Args(capture_video=True, eval_episodes=6, eval_max_steps=30, hidden_size=8)
     envs, one_hot = ppo.make_envs(args, 1)
     agent = ppo.Agent(args, one_hot, envs.single_action_space)
+    prefer(agent, 0)  # falls over within 11 steps
     ppo.evaluate(agent, args, "stochastic", tmp_path)
     assert not list(tmp_path.rglob("*"))
-    ppo.evaluate(agent, args, "greedy", tmp_path)
+    lengths = ppo.evaluate(agent, args, "greedy", tmp_path)["lengths"]
+    assert len(set(lengths)) > 1  # so that some environment began a second episode
     names = sorted(path.name for path in tmp_path.glob("videos/*.mp4"))
-    assert names == ["episode-0-episode-0.mp4", "episode-1-episode-0.mp4"]
+    assert names == [f"episode-{i}-episode-0.mp4" for i in range(6)]
 
 
 def test_actions_that_do_not_start_at_zero(tmp_path, monkeypatch):
