@@ -110,7 +110,7 @@ class Args:
     """γ: discount factor."""
     gae_lambda: float = 0.98
     """λ: trades bias (0) against variance (1) of the advantages."""
-    update_epochs: int = 10
+    update_epochs: int = 15
     """K: passes over each rollout."""
     num_minibatches: int = 4
     """Parts of a pass; each makes one gradient step."""
@@ -213,7 +213,8 @@ def one_hot_mask(space: gym.Space) -> np.ndarray:
     if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
         parts = space.values() if isinstance(space, gym.spaces.Dict) else space
         return np.concatenate([one_hot_mask(part) for part in parts])
-    return np.full(gym.spaces.flatdim(space), not isinstance(space, gym.spaces.Box))
+    categories = (gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
+    return np.full(gym.spaces.flatdim(space), isinstance(space, categories))
 
 
 def check_spaces(obs: gym.Space, action: gym.Space) -> None:
@@ -227,8 +228,8 @@ def check_spaces(obs: gym.Space, action: gym.Space) -> None:
         raise Refused(f"its observations, {obs}, do not flatten to a vector.")
 
 
-def guard(env: gym.Wrapper, index: int) -> gym.Wrapper:
-    """Make an environment say which one it is when it fails."""
+def guard(env: Any, index: int | str) -> Any:
+    """Make an environment, or several that step as one, say which it is when it fails."""
 
     def guarded(call: Callable, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -236,7 +237,7 @@ def guard(env: gym.Wrapper, index: int) -> gym.Wrapper:
         except Exception as error:
             raise TrainingFailed(f"environment {index} raised {error!r}") from error
 
-    env.step, env.reset = partial(guarded, env.step), partial(guarded, env.reset)  # type: ignore[method-assign]
+    env.step, env.reset = partial(guarded, env.step), partial(guarded, env.reset)
     return env
 
 
@@ -260,18 +261,21 @@ def make_envs(args: Args, num_envs: int, video: Path | None = None) -> tuple[Vec
         single = make_env(args)
         one_hot = one_hot_mask(single.env.observation_space)
         single.close()
+        spec = single.unwrapped.spec
+        own = spec and spec.vector_entry_point and not spec.additional_wrappers
         flat = single.env.observation_space.shape == one_hot.shape
-        if flat and single.spec and single.spec.vector_entry_point and not args.async_envs and not video:
+        if own and flat and not args.async_envs and not video:
             envs = gym.make_vec(args.env_id, num_envs, vectorization_mode="vector_entry_point")
+            envs = guard(envs, f"0 to {num_envs - 1}")
         else:
             vectorize = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
             makers = [partial(make_env, args, index, video) for index in range(num_envs)]
             envs = vectorize(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
         if (mode := envs.metadata.get("autoreset_mode")) is not AutoresetMode.NEXT_STEP:
             raise Refused(f"its autoreset mode is {mode}, not {AutoresetMode.NEXT_STEP}.")
-    except (Refused, gym.error.Error, ImportError, ValueError, TypeError) as error:
+    except Exception as error:  # whatever the constructor of somebody's environment may raise
         raise Refused(f"cannot train on {args.env_id}: {' '.join(str(error).split())}") from error
-    return gym.wrappers.vector.RecordEpisodeStatistics(envs), one_hot
+    return gym.wrappers.vector.RecordEpisodeStatistics(envs, stats_key="rollout_episode"), one_hot
 
 
 class RunningMoments(nn.Module):
@@ -462,7 +466,7 @@ def adjust_coefficients(state: State, args: Args, figures: Figures) -> None:
         state.ent_coef = args.ent_coef * (left if args.anneal_ent_coef else 1)
     elif figures:  # more bonus, more entropy; the coefficient never falls to 0, from which it could not rise
         band = args.target_entropy - args.entropy_tolerance, args.target_entropy + args.entropy_tolerance
-        state.ent_coef = adapt(state.ent_coef, 1 / 1.1, (1e-5, 1.0), figures["losses/entropy"], *band)
+        state.ent_coef = adapt(state.ent_coef, 1 / 1.1, (1e-5, 10.0), figures["losses/entropy"], *band)
 
 
 class Rollout:
@@ -499,10 +503,11 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout) -> None:
         obs[t + 1], rewards[t], terminated[t], truncated[t], info = envs.step(actions[t] + agent.first_action)
         done = terminated[t] | truncated[t]
         if done.any():
-            returns, lengths = info["episode"]["r"][done], info["episode"]["l"][done]
+            returns, lengths = info["rollout_episode"]["r"][done], info["rollout_episode"]["l"][done]
             rollout.episodes += zip(returns.tolist(), lengths.tolist(), strict=True)
-    for t, n in np.argwhere(~(np.isfinite(obs[1:]).all(-1) & np.isfinite(rewards)))[:1]:
-        values = f"observation {obs[t + 1, n]}, reward {rewards[t, n]}"
+    finite = np.isfinite(obs).all(-1)
+    for t, n in np.argwhere(~(finite[:-1] & finite[1:] & np.isfinite(rewards)))[:1]:
+        values = f"observations {obs[t : t + 2, n].tolist()}, reward {rewards[t, n]}"
         raise TrainingFailed(f"environment {n} returned a value that is not finite in step {t}: {values}")
 
 

@@ -46,9 +46,7 @@ def main() -> None:
         greedy.extend(float(mean) for mean in re.findall(r"greedy +return (\S+)", done.stdout))
         print(f"seed {seed:>2}: {steps[-1]:>9,} steps, {seconds[-1]:5.1f} s; greedy {greedy[-1]}", flush=True)
     print(f"median   : {statistics.median(steps):>9,.0f} steps, {statistics.median(seconds):5.1f} s")
-    print(
-        f"worst    : {max(steps):>9,.0f} steps, {max(seconds):5.1f} s; greedy 500.0: {greedy.count(500.0)} runs"
-    )
+    print(f"worst    : {max(steps):>9,.0f} steps, {max(seconds):5.1f} s; greedy 500.0: {greedy.count(500.0)}")
 
 
 if __name__ == "__main__":

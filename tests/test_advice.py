@@ -12,7 +12,8 @@ import ppo
 
 HEALTHY = {
     "losses/policy_loss": -0.01, "losses/value_loss": 0.5, "losses/entropy": 0.6,
-    "losses/old_approx_kl": 0.005, "losses/approx_kl": 0.005, "losses/clipfrac": 0.1, "losses/grad_norm": 40.0, "losses/kl": 0.006,
+    "losses/old_approx_kl": 0.005, "losses/approx_kl": 0.005, "losses/clipfrac": 0.1,
+    "losses/grad_norm": 40.0, "losses/kl": 0.006,
     "losses/explained_variance": 0.5, "losses/relative_error": 0.3, "losses/policy_mismatch": 1e-7,
 }  # fmt: skip
 CLEANRL = {
@@ -183,7 +184,7 @@ def test_a_run_whose_loss_explodes_keeps_its_last_good_checkpoint(monkeypatch, t
 
 
 def test_the_plan_names_every_condition_and_writes_nothing(monkeypatch, tmp_path, capsys):
-    """--plan prints sizes, gradient steps, schedules, objective and all advice, then exits without a trace."""
+    """--plan prints sizes, gradient steps, schedules, objective and all advice, and leaves no trace."""
     monkeypatch.chdir(tmp_path)
     assert ppo.train(ppo.Args(plan=True, num_envs=8, num_steps=128, total_timesteps=102_400)) == {}
     text = capsys.readouterr().out

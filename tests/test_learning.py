@@ -75,7 +75,9 @@ def learn(reward, iterations=60, length=1, truncates=False, **settings):
     args = ppo.Args(**{**plain, **unscaled, **fast, **settings})
     ppo.check_args(args)
     torch.manual_seed(1)
-    envs = gym.wrappers.vector.RecordEpisodeStatistics(Probe(args.num_envs, reward, length, truncates))
+    envs = gym.wrappers.vector.RecordEpisodeStatistics(
+        Probe(args.num_envs, reward, length, truncates), stats_key="rollout_episode"
+    )
     one_hot = np.zeros(1 + length, dtype=bool)
     before, agent = (ppo.Agent(args, one_hot, envs.single_action_space) for _ in range(2))
     before.load_state_dict(agent.state_dict())
