@@ -740,7 +740,7 @@ BAD = {
     "--env-id my_module:Import-v0": "toolbox",
     "--env-id my_module:Licence-v0": "no licence for the toolbox",
     "--env-id my_module:SameStep-v0": "SAME_STEP",
-    "--env-id my_module:NotRendered-v0 --capture-video --total-timesteps 50": "render",
+    "--env-id my_module:NotRendered-v0 --capture-video --total-timesteps 50": "NotRendered",
     "--num-envs 0": "--num-envs",
     "--num-envs -3": "--num-envs",
     "--num-steps 1": "--num-steps",
