@@ -33,12 +33,14 @@ B rows of a batch.
 from __future__ import annotations
 
 import math
+import multiprocessing
 import random
 import re
 import shlex
 import signal
 import sys
 import time
+import traceback
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -229,25 +231,37 @@ def check_spaces(obs: gym.Space, action: gym.Space) -> None:
 
 
 def guard(env: Any, index: int | str) -> Any:
-    """Make an environment, or several that step as one, say which it is when it fails."""
+    """Make an environment, or several that step as one, say which it is and where when it fails."""
 
     def guarded(call: Callable, *args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
-        except Exception as error:
-            raise TrainingFailed(f"environment {index} raised {error!r}") from error
+        except Exception as error:  # re-raised as a class that worker processes can send whole
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{where.filename}:{where.lineno}"
+            raise RuntimeError(f"environment {index} raised {error!r} at {place}") from error
 
     env.step, env.reset = partial(guarded, env.step), partial(guarded, env.reset)
     return env
 
 
+def attempt(call: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of the environments; raise `TrainingFailed` for whatever goes wrong in them."""
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:
+        raise TrainingFailed(str(error) or f"an environment's process failed: {error!r}") from error
+
+
 def make_env(args: Args, index: int = 0, video: Path | None = None) -> gym.Wrapper:
     """One environment with flat observations; with a folder `video`, its first episode is recorded there."""
-    kwargs: dict[str, Any] = {"render_mode": "rgb_array"} if video else {}
+    if multiprocessing.parent_process():  # a worker: Ctrl-C is for the process that trains
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    kwargs: dict[str, Any] = {"render_mode": "rgb_array"} if args.capture_video else {}
     env = gym.make(args.env_id, **kwargs)
     check_spaces(env.observation_space, env.action_space)
     if video:
-        env = gym.wrappers.RecordVideo(env, str(video), lambda n: n == 0, name_prefix=f"episode-{index}")
+        env = gym.wrappers.RecordVideo(env, str(video / f"episode-{index}"), lambda n: n == 0)
     return guard(gym.wrappers.FlattenObservation(env), index)
 
 
@@ -260,6 +274,9 @@ def make_envs(args: Args, num_envs: int, video: Path | None = None) -> tuple[Vec
     try:
         single = make_env(args)
         one_hot = one_hot_mask(single.env.observation_space)
+        if args.capture_video:  # so that what cannot be rendered is refused before training, not after
+            single.reset()
+            single.render()
         single.close()
         spec = single.unwrapped.spec
         own = spec and spec.vector_entry_point and not spec.additional_wrappers
@@ -274,7 +291,8 @@ def make_envs(args: Args, num_envs: int, video: Path | None = None) -> tuple[Vec
         if (mode := envs.metadata.get("autoreset_mode")) is not AutoresetMode.NEXT_STEP:
             raise Refused(f"its autoreset mode is {mode}, not {AutoresetMode.NEXT_STEP}.")
     except Exception as error:  # whatever the constructor of somebody's environment may raise
-        raise Refused(f"cannot train on {args.env_id}: {' '.join(str(error).split())}") from error
+        reason = " ".join((str(error) or repr(error)).split())
+        raise Refused(f"cannot train on {args.env_id}: {reason}") from error
     return gym.wrappers.vector.RecordEpisodeStatistics(envs, stats_key="rollout_episode"), one_hot
 
 
@@ -500,7 +518,8 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout) -> None:
     for t, (inputs, noise_t) in enumerate(zip(rollout.obs.unbind(), noise.unbind(), strict=False)):
         action, rollout.acting_policy = agent.act(inputs.to(noise.device), noise_t)
         actions[t], valid[t] = action.cpu().numpy(), ~done  # after an episode's end, a step only resets
-        obs[t + 1], rewards[t], terminated[t], truncated[t], info = envs.step(actions[t] + agent.first_action)
+        step = attempt(envs.step, actions[t] + agent.first_action)
+        obs[t + 1], rewards[t], terminated[t], truncated[t], info = step
         done = terminated[t] | truncated[t]
         if done.any():
             returns, lengths = info["rollout_episode"]["r"][done], info["rollout_episode"]["l"][done]
@@ -719,20 +738,20 @@ def save_checkpoint(
     path.with_suffix(".tmp").replace(path)
 
 
-def load_checkpoint(path: str, agent: Agent | None = None, optimizer: Adam | None = None) -> dict[str, Any]:
-    """Read a checkpoint, put it into the agent, the optimiser and the random generators. Raises `Refused`."""
+def load_checkpoint(path: str, agent: Any = None, optimizer: Any = None) -> tuple[Args, State]:
+    """Read a checkpoint; put it into the agent, the optimiser and the random generators. Raises `Refused`."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content["format"] != FORMAT:
-            raise Refused(f"its format is {content['format']}, this script's is {FORMAT}")
-        if agent and optimizer:
+            raise ValueError(f"its format is {content['format']}, this script's is {FORMAT}")
+        if agent:
             agent.load_state_dict(content["agent"])
             optimizer.load_state_dict(content["optimizer"])
             torch.set_rng_state(content["random"][0])
             torch.cuda.set_rng_state_all(content["random"][1 : 1 + torch.cuda.device_count()])
-        return content
+        return Args(**content["args"]), State(**content["state"])
     except Exception as error:  # torch.load raises many kinds: for no file, half a file, some other file
-        reason = " ".join(str(error).split())[:200]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise Refused(f"{path} is no checkpoint that fits this script and environment: {reason}.") from error
 
 
@@ -742,7 +761,7 @@ def open_run(args: Args, state: State) -> tuple[Path, SummaryWriter]:
     A new folder's name is safe for any id and belongs to no other run. In an old one, TensorBoard drops what
     was logged after the checkpoint, so that curves have no duplicates.
     """
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
     folder = Path(args.resume).parent if args.resume else Path("runs") / re.sub(r"[^\w.+-]+", "_", name)
     try:
         folder.mkdir(parents=True, exist_ok=bool(args.resume))
@@ -806,8 +825,10 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
     optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=args.device != "mps")
     state = State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
     if checkpoint := args.resume or args.evaluate:
-        state = State(**load_checkpoint(checkpoint, agent, optimizer)["state"])
+        _, state = load_checkpoint(checkpoint, agent, optimizer)
     modes = ("greedy", "stochastic")
+    if args.evaluate or args.plan:
+        envs.close()
     if args.evaluate:
         return {mode: evaluate(agent, args, mode, Path(args.evaluate).parent) for mode in modes}
     if state.global_step >= args.total_timesteps:
@@ -829,8 +850,8 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
     rollout, figures = Rollout(args, len(one_hot)), dict[str, float]()
     learner = writer, agent, optimizer, state, args
     try:
-        rollout.obs[-1] = torch.as_tensor(envs.reset(seed=env_seed + state.global_step)[0])
         save_checkpoint(path, *learner)
+        rollout.obs[-1] = torch.as_tensor(attempt(envs.reset, seed=env_seed + state.global_step)[0])
         first_step, start, saved, shown = state.global_step, time.monotonic(), time.monotonic(), 0.0
         while state.global_step < args.total_timesteps and not caught:  # PPO paper, Algorithm 1
             adjust_coefficients(state, args, figures)
@@ -847,16 +868,22 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
             if now - saved >= args.checkpoint_seconds:
                 save_checkpoint(path, *learner)
                 saved = now
+        if not caught:
+            envs.close()
     except BaseException:
-        print(f"Failed after step {state.global_step:,}. Last checkpoint: {resume}", file=sys.stderr)
-        envs.close(terminate=True)  # workers that hang or have died cannot be asked to close
-        raise
+        if not caught:  # a signal may have hit the environments' processes, too: then stop as intended
+            print(f"Failed after step {state.global_step:,}. Last checkpoint: {resume}", file=sys.stderr)
+            raise
     finally:
+        if (
+            args.async_envs
+        ):  # processes that hang or are dead cannot be asked to close; they end with this one
+            envs.unwrapped.closed = True
         envs.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
     save_checkpoint(path, *learner)
-    if caught:
+    if caught and state.global_step < args.total_timesteps:
         print(f"{signal.Signals(caught[0]).name} after step {state.global_step:,}. To go on: {resume}")
         raise SystemExit(128 + caught[0])
     results = {mode: evaluate(agent, args, mode, folder) for mode in modes}
@@ -874,7 +901,9 @@ def main() -> None:
     try:
         args = tyro.cli(Args)
         if path := args.resume or args.evaluate:  # flags that are given override the checkpoint's
-            saved = Args(**load_checkpoint(path)["args"])
+            if args.resume and args.evaluate:
+                raise Refused("--resume and --evaluate exclude each other; give one of them.")
+            saved, _ = load_checkpoint(path)
             args = tyro.cli(Args, default=replace(saved, plan=False, resume=None, evaluate=None))
             for name in FIXED:
                 if getattr(args, name) != getattr(saved, name):
@@ -883,6 +912,8 @@ def main() -> None:
     except (Refused, TrainingFailed) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, Refused) else 1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
 
 
 if __name__ == "__main__":
