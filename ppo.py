@@ -875,9 +875,10 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
             print(f"Failed after step {state.global_step:,}. Last checkpoint: {resume}", file=sys.stderr)
             raise
     finally:
-        if (
-            args.async_envs
-        ):  # processes that hang or are dead cannot be asked to close; they end with this one
+        for process in getattr(
+            envs.unwrapped, "processes", ()
+        ):  # those that hang or are dead cannot be asked
+            process.terminate()
             envs.unwrapped.closed = True
         envs.close()
         for number, handler in handlers.items():
