@@ -54,6 +54,7 @@ import numpy as np
 import torch
 import tyro
 from gymnasium.vector import AutoresetMode, VectorEnv
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.optim import Adam
@@ -237,9 +238,8 @@ def guard(env: Any, index: int | str) -> Any:
         try:
             return call(*args, **kwargs)
         except Exception as error:  # re-raised as a class that worker processes can send whole
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{where.filename}:{where.lineno}"
-            raise RuntimeError(f"environment {index} raised {error!r} at {place}") from error
+            *_, (file, line, *_) = traceback.extract_tb(error.__traceback__)
+            raise RuntimeError(f"environment {index} raised {error!r} at {file}:{line}") from error
 
     env.step, env.reset = partial(guarded, env.step), partial(guarded, env.reset)
     return env
@@ -705,17 +705,19 @@ def evaluate(agent: Agent, args: Args, mode: str, folder: Path) -> dict[str, np.
     """
     n, video = args.eval_episodes, folder / "videos" if args.capture_video and mode == "greedy" else None
     envs, _ = make_envs(replace(args, async_envs=False), n, video)
-    obs, _ = envs.reset(seed=seed_everything(args.seed) + 2**31)  # not the seed of the training
+    obs, _ = attempt(envs.reset, seed=seed_everything(args.seed) + 2**31)  # not the seed of the training
     returns, lengths, running = np.zeros(n), np.zeros(n, dtype=int), np.ones(n, dtype=bool)
     while (playing := running & (lengths < args.eval_max_steps)).any():
         inputs = torch.as_tensor(obs, dtype=torch.float32, device=agent.one_hot.device)
         action, _ = agent.act(inputs, agent.noise(n) if mode == "stochastic" else None)
-        obs, reward, terminated, truncated, _ = envs.step(action.cpu().numpy() + agent.first_action)
+        step = attempt(envs.step, action.cpu().numpy() + agent.first_action)
+        obs, reward, terminated, truncated, _ = step
         returns += reward * playing
         lengths += playing
         running &= ~(terminated | truncated)
     envs.close()
     cut = f", {running.sum()} cut at --eval-max-steps" if running.any() else ""
+    cut += f", videos in {video}" if video else ""
     spread = f"± {returns.std():.1f}, from {returns.min():.1f} to {returns.max():.1f}"
     print(f"{mode:<10} return {returns.mean():.1f} {spread}, {n} episodes, length {lengths.mean():.1f}{cut}")
     return {"returns": returns, "lengths": lengths}
@@ -795,8 +797,8 @@ def report(writer: SummaryWriter, figures: Figures, rollout: Rollout, state: Sta
     if math.isnan(state.start_return) and len(state.recent_returns) >= 20:
         state.start_return = figures["charts/episodic_return_100"]
     messages = diagnose(figures, state, args)
-    for tag, value in figures.items():
-        writer.add_scalar(tag, value, state.global_step)
+    scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in figures.items()]
+    writer.file_writer.add_summary(Summary(value=scalars), state.global_step)  # type: ignore[attr-defined]
     for message in messages:
         writer.add_text("advice", message, state.global_step)
     return messages
@@ -875,9 +877,7 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
             print(f"Failed after step {state.global_step:,}. Last checkpoint: {resume}", file=sys.stderr)
             raise
     finally:
-        for process in getattr(
-            envs.unwrapped, "processes", ()
-        ):  # those that hang or are dead cannot be asked
+        for process in getattr(envs.unwrapped, "processes", ()):  # they may hang or be dead: no use in asking
             process.terminate()
             envs.unwrapped.closed = True
         envs.close()
