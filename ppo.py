@@ -47,7 +47,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -323,12 +323,14 @@ class MLP(nn.ModuleList):
         for layer, scale in zip(layers, (math.sqrt(2), math.sqrt(2), gain), strict=True):
             nn.init.orthogonal_(layer.weight, scale)
             nn.init.zeros_(layer.bias)
+        # For a few rows, looking up modules and calling them takes longer than the arithmetic.
+        self.layers = [(layer.weight, layer.bias) for layer in layers]
 
     def forward(self, x: Tensor) -> Tensor:
-        *hidden, last = cast("list[nn.Linear]", self)
-        for layer in hidden:  # not `layer(x)`: for a few rows, a module call takes longer than the arithmetic
-            x = F.linear(x, layer.weight, layer.bias).tanh()
-        return F.linear(x, last.weight, last.bias)
+        first, second, last = self.layers
+        x = F.linear(x, *first).tanh()
+        x = F.linear(x, *second).tanh()
+        return F.linear(x, *last)
 
 
 class Agent(nn.Module):
@@ -370,6 +372,22 @@ class Agent(nn.Module):
         """
         policy = self.policy(self.normalize(obs))
         return (policy if noise is None else policy + noise).argmax(-1), policy
+
+
+def flatten_parameters(module: nn.Module) -> nn.Parameter:
+    """Make all parameters, and their gradients, views of one vector, and return it.
+
+    Clipping and Adam then take an operation each, not one for every parameter; for small networks that tells.
+    """
+    parameters = list(module.parameters())
+    sizes = [parameter.numel() for parameter in parameters]
+    vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
+    vector.grad = torch.zeros_like(vector)
+    for parameter, data, grad in zip(
+        parameters, vector.data.split(sizes), vector.grad.split(sizes), strict=True
+    ):
+        parameter.data, parameter.grad = data.view_as(parameter), grad.view_as(parameter)
+    return vector
 
 
 def log_prob(policy: Tensor, actions: Tensor) -> Tensor:
@@ -567,7 +585,7 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
         mismatch = (rollout.acting_policy - policy[-1]).abs().amax(-1) * rollout.valid[-1].to(device)
 
     parts = max(1, min(args.num_minibatches, len(rows) // 2))  # at least 2 rows each
-    figures = torch.zeros(len(FIGURES) + 1, device=device)
+    figures, norms = list[Tensor](), list[Tensor]()
     optimizer.param_groups[0]["lr"] = state.learning_rate
     for epoch in range(args.update_epochs):
         if epoch > 0 and args.recompute_advantages:
@@ -578,11 +596,11 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
         for minibatch in map(Batch, *(x[order].tensor_split(parts) for x in batch)):
             policy, values = agent.policy(minibatch.obs), agent.value(minibatch.obs)
             loss, now = ppo_loss(policy, values, minibatch, state, args)
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=False)  # the gradients are views of one vector, which must stay
             loss.backward()
-            norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            norms.append(nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], args.max_grad_norm))
             optimizer.step()
-            figures += torch.cat([now, norm[None]]) / parts
+            figures.append(now)
         if epoch + 1 == args.update_epochs or args.target_kl is not None:
             with torch.no_grad():  # how far this update has come from the old policy, exactly
                 kl = kl_divergence(batch.policy, agent.policy(batch.obs))[rows].mean()
@@ -591,8 +609,10 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
 
     if args.norm_obs:  # not earlier: the statistics that acted are those that were learnt with
         agent.obs_moments.update(raw_obs[:-1].flatten(0, 1)[rows])
-    last = torch.stack([kl, explained, relative_error, mismatch.max()])
-    read = torch.cat([figures / (epoch + 1), last]).tolist()  # all at once: each reading waits for the device
+    once = torch.stack([torch.stack(norms).mean(), kl, explained, relative_error, mismatch.max()])
+    read = torch.cat(
+        [torch.stack(figures).mean(0), once]
+    ).tolist()  # at once: each reading waits for the device
     names = *FIGURES, "grad_norm", "kl", "explained_variance", "relative_error", "policy_mismatch"
     return {f"losses/{name}": value for name, value in zip(names, read, strict=True)}
 
@@ -824,7 +844,7 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
     env_seed = seed_everything(args.seed)
     envs, one_hot = make_envs(args, args.num_envs)
     agent = Agent(args, one_hot, envs.single_action_space).to(pick_device(args))
-    optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=args.device != "mps")
+    optimizer = Adam([flatten_parameters(agent)], args.learning_rate, eps=1e-5, fused=args.device != "mps")
     state = State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
     if checkpoint := args.resume or args.evaluate:
         _, state = load_checkpoint(checkpoint, agent, optimizer)

@@ -1371,6 +1371,30 @@ def test_training_uses_adam_with_epsilon_1e_5(monkeypatch, capsys):
     ppo.train(make_args(plan=True))
     (optimizer,) = made
     (group,) = optimizer.param_groups
-    assert len(group["params"]) == 12
+    (vector,) = group["params"]
+    sizes = (4 * 64 + 64) * 2 + (64 * 64 + 64) * 2 + (64 * 2 + 2) + (64 + 1)
+    assert vector.numel() == sizes == len(vector.grad)
     assert (group["eps"], group["lr"], group["betas"]) == (1e-5, 3e-3, (0.9, 0.999))
     assert (group["weight_decay"], group["amsgrad"]) == (0, False)
+
+
+def test_flat_parameters_are_views():
+    """The vector holds every parameter and gradient once; Adam on it is Adam on them."""
+    args = make_args(update_epochs=3)
+    ours, theirs = make_agent(args), make_agent(args)
+    vector = ppo.flatten_parameters(ours)
+    names = [name for name, _ in ours.named_parameters()]
+    assert torch.equal(vector, torch.cat([parameter.flatten() for parameter in ours.parameters()]))
+    assert len(names) == 12
+    rollout = make_rollout(args, ours)
+    state = make_state(args)
+    for agent, parameters in ((ours, [vector]), (theirs, theirs.parameters())):
+        torch.manual_seed(0)
+        optimizer = Adam(parameters, args.learning_rate, eps=1e-5, fused=True)
+        rollout.discounted_return.zero_()
+        ppo.update(agent, optimizer, rollout, state, args)
+    for (name, own), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=1e-6, msg=name)
+    vector.data.zero_()
+    vector.grad.fill_(2.0)
+    assert all((parameter == 0).all() and (parameter.grad == 2).all() for parameter in ours.parameters())
