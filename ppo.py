@@ -98,7 +98,7 @@ class Args:
     num_envs: int = 16
     """N: environments that step in parallel."""
     async_envs: bool = False
-    """One worker process an environment: pays where a step takes long (from about 0.2 ms)."""
+    """One worker process for each environment: pays where a step takes long."""
 
     # Algorithm
     total_timesteps: int = 500_000
