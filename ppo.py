@@ -659,7 +659,7 @@ def mismatch(figures: Figures, state: State, args: Args) -> bool:
     return figures["losses/policy_mismatch"] > 1e-4
 
 
-ADVICE = {kl_watch: 3, kl_act: 3, drift: 10, idle: 20, critic: 20, collapse: 10, mismatch: 1}  # iterations
+ADVICE = {kl_watch: 5, kl_act: 5, drift: 10, idle: 20, critic: 20, collapse: 10, mismatch: 1}  # iterations
 
 
 def diagnose(figures: Figures, state: State, args: Args) -> list[str]:
