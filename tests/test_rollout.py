@@ -557,6 +557,15 @@ def test_earliest_value_that_is_not_finite():
     envs.close()
 
 
+def test_first_observation_that_is_not_finite():
+    """A NaN in what the very first reset returned is named, too, before anything is learnt from it."""
+    envs, agent, rollout = begin(make_args(env_id="scripted_envs:ScriptedNative-v0"))
+    rollout.obs[-1, 2, 1] = np.nan
+    with pytest.raises(ppo.TrainingFailed, match=r"environment 2 .* in step 0: .*nan"):
+        ppo.collect_rollout(envs, agent, rollout)
+    envs.close()
+
+
 def test_guard_keeps_the_cause():
     """`guard` passes results and arguments through, and chains the environment's own error."""
     env = ppo.guard(gym.make("scripted_envs:Fault-step-v0"), 7)
