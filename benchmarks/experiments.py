@@ -1,0 +1,108 @@
+"""What is measured: the list of experiments. `run.py` runs it, `report.py` reads what came of it.
+
+To measure something of your own, add an `Experiment` and run `python benchmarks/run.py --only its-name`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One script with one set of flags, on some environments for some steps, with seeds 1, 2, ..."""
+
+    name: str
+    script: str  # "ppo.py", or "sb3" for Stable-Baselines3
+    steps: Mapping[str, int | tuple[int, ...]]  # transitions to train for, by environment
+    seeds: int
+    flags: str = ""  # for a script of ours
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # for Stable-Baselines3
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: an experiment on one environment with one seed."""
+
+    experiment: Experiment
+    env_id: str
+    steps: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Identifies the run, and is the path of its result."""
+        env = self.env_id.rpartition(":")[2].replace("/", "-")
+        return f"{self.experiment.name}/{env}_{self.steps}/{self.seed}"
+
+    @property
+    def path(self) -> Path:
+        """The file with its result."""
+        return RESULTS / f"{self.name}.json"
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags of a script of ours."""
+        own = ["--env-id", self.env_id, "--total-timesteps", str(self.steps), "--seed", str(self.seed)]
+        return [*own, *self.experiment.flags.split()]
+
+
+def runs() -> list[Run]:
+    """All runs, in the order in which they are worth having."""
+    return [
+        Run(experiment, env_id, steps, seed)
+        for experiment in EXPERIMENTS
+        for env_id, lengths in experiment.steps.items()
+        for steps in (lengths if isinstance(lengths, tuple) else (lengths,))
+        for seed in range(1, experiment.seeds + 1)
+    ]
+
+
+# The settings that Stable-Baselines3's RL Zoo has tuned for each environment (hyperparams/ppo.yml).
+RL_ZOO = {
+    "CartPole-v1": {
+        "n_envs": 8, "n_steps": 32, "batch_size": 256, "gae_lambda": 0.8, "gamma": 0.98, "n_epochs": 20,
+        "learning_rate": "linear 0.001", "clip_range": "linear 0.2",
+    },
+    "Acrobot-v1": {"normalize": True, "n_envs": 16, "n_steps": 256, "gae_lambda": 0.94, "n_epochs": 4},
+    "MountainCar-v0": {"normalize": True, "n_envs": 16, "n_steps": 16, "gae_lambda": 0.98, "n_epochs": 4},
+    "LunarLander-v3": {
+        "n_envs": 16, "n_steps": 1024, "batch_size": 64, "gae_lambda": 0.98, "gamma": 0.999, "n_epochs": 4,
+        "ent_coef": 0.01,
+    },
+}  # fmt: skip
+
+CLASSIC = {"CartPole-v1": (100_000, 500_000), "Acrobot-v1": 500_000}
+CLASSIC |= {"MountainCar-v0": 1_000_000, "LunarLander-v3": 1_000_000}
+SHORT = {"Acrobot-v1": 100_000, "LunarLander-v3": 300_000}
+DETAILS = {**SHORT, "MountainCar-v0": 300_000}
+DEATHS = {f"time_limit_as_death:TimeLimitAsDeath/{env_id}": steps for env_id, steps in DETAILS.items()}
+GRID = {"FrozenLake-v1": 100_000}
+A2C = "--update-epochs 1 --num-minibatches 1 --num-steps 8 --no-norm-adv"
+
+EXPERIMENTS = [
+    Experiment("ppo", "ppo.py", CLASSIC, 10),
+    # Studies. "ppo" is the default configuration again, at their lengths: what the others are compared with.
+    Experiment("ppo", "ppo.py", DETAILS, 5),
+    Experiment("epochs-1", "ppo.py", SHORT, 5, "--update-epochs 1"),
+    Experiment("epochs-4", "ppo.py", SHORT, 5, "--update-epochs 4"),
+    Experiment("epochs-10", "ppo.py", SHORT, 5, "--update-epochs 10"),
+    Experiment("epochs-30", "ppo.py", SHORT, 5, "--update-epochs 30"),
+    Experiment("ppo", "ppo.py", GRID, 10),
+    Experiment("a2c", "ppo.py", GRID, 10, A2C),
+    Experiment("penalty-fixed", "ppo.py", SHORT, 5, "--surrogate kl-penalty"),
+    Experiment("penalty-adaptive", "ppo.py", SHORT, 5, "--surrogate kl-penalty --adapt kl-coef"),
+    Experiment("clip-adaptive", "ppo.py", SHORT, 5, "--adapt clip-coef"),
+    Experiment("no-norm-adv", "ppo.py", DETAILS, 5, "--no-norm-adv"),
+    Experiment("clip-vloss", "ppo.py", DETAILS, 5, "--clip-vloss"),
+    Experiment("no-anneal-lr", "ppo.py", DETAILS, 5, "--no-anneal-lr"),
+    Experiment("time-limit-as-death", "ppo.py", DEATHS, 5),
+    # The peer, with the settings that its own authors have tuned, under the same protocol.
+    Experiment("sb3-rl-zoo", "sb3", CLASSIC, 5, settings=RL_ZOO),
+]
