@@ -84,7 +84,7 @@ def provenance() -> dict[str, Any]:
 
 
 def thin(steps: np.ndarray, values: np.ndarray, total: int) -> list[float | None]:
-    """Means of `values`, logged at `steps`, over `POINTS` equal parts of `total` steps; None for an empty one."""
+    """Means of `values`, logged at `steps`, over `POINTS` equal parts of `total` steps; None if empty."""
     part = np.minimum((steps - 1) * POINTS // total, POINTS - 1)
     means = (values[part == index].mean() if (part == index).any() else None for index in range(POINTS))
     return [None if mean is None else float(f"{mean:.6g}") for mean in means]
