@@ -148,6 +148,7 @@ def run_ours(run: Run, folder: Path) -> dict[str, Any]:
 
 def run_sb3(run: Run, folder: Path) -> dict[str, Any]:
     """Train with Stable-Baselines3; return final figures and curve."""
+    logged, start = [], time.time()
     import torch
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
@@ -165,7 +166,6 @@ def run_sb3(run: Run, folder: Path) -> dict[str, Any]:
     if normalize:
         envs = VecNormalize(envs, gamma=settings.get("gamma", 0.99))
     model = PPO("MlpPolicy", envs, seed=run.seed, device="cpu", **settings)
-    logged, start = [], time.time()
 
     class Log(BaseCallback):
         def _on_step(self) -> bool:
