@@ -27,6 +27,16 @@ class Experiment:
 
 
 @dataclass(frozen=True)
+class Study:
+    """Experiments side by side: a table, and a figure with a column a task and a row a quantity."""
+
+    title: str
+    labels: Mapping[str, str]  # by name of the experiment
+    tasks: Mapping[str, int | tuple[int, ...]]
+    quantities: tuple[str, ...] = ("return",)
+
+
+@dataclass(frozen=True)
 class Run:
     """One training: an experiment on one environment with one seed."""
 
@@ -40,6 +50,11 @@ class Run:
         """Identifies the run, and is the path of its result."""
         env = self.env_id.rpartition(":")[2].replace("/", "-")
         return f"{self.experiment.name}/{env}_{self.steps}/{self.seed}"
+
+    @property
+    def task(self) -> tuple[str, int]:
+        """Environment and steps: runs with the same task can be compared."""
+        return self.env_id.rpartition("/")[2], self.steps
 
     @property
     def path(self) -> Path:
@@ -106,3 +121,52 @@ EXPERIMENTS = [
     # The peer, with the settings that its own authors have tuned, under the same protocol.
     Experiment("sb3-rl-zoo", "sb3", CLASSIC, 5, settings=RL_ZOO),
 ]
+
+STUDIES = {
+    "classic": Study(
+        "ppo.py at its defaults, and Stable-Baselines3 with the RL Zoo's settings for each environment",
+        {"ppo": "ppo.py", "sb3-rl-zoo": "Stable-Baselines3, RL Zoo's settings"},
+        CLASSIC,
+        ("return", "return against seconds"),
+    ),
+    "epochs": Study(
+        "Passes over each rollout (K)",
+        {
+            "epochs-1": "K = 1",
+            "epochs-4": "K = 4",
+            "epochs-10": "K = 10",
+            "ppo": "K = 15, the default",
+            "epochs-30": "K = 30",
+        },
+        SHORT,
+        ("return", "kl", "clip_fraction"),
+    ),
+    "a2c": Study(
+        "PPO and A2C on the 4×4 grid world, at equal steps",
+        {"ppo": "PPO, the defaults", "a2c": "A2C"},
+        GRID,
+        ("return", "entropy"),
+    ),
+    "penalty": Study(
+        "Clipping and penalties",
+        {
+            "ppo": "clip, the default",
+            "clip-adaptive": "clip, adaptive range",
+            "penalty-fixed": "KL penalty, β = 1",
+            "penalty-adaptive": "KL penalty, adaptive β",
+        },
+        SHORT,
+        ("return", "kl"),
+    ),
+    "details": Study(
+        "One detail changed at a time",
+        {
+            "ppo": "the defaults",
+            "no-norm-adv": "no advantage normalisation",
+            "clip-vloss": "value clipping",
+            "no-anneal-lr": "no learning-rate decay",
+            "time-limit-as-death": "time limits as deaths",
+        },
+        DETAILS,
+    ),
+}

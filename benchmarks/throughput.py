@@ -1,13 +1,14 @@
 """Steps a second of `ppo.py` beside Stable-Baselines3's PPO, at the same settings, in alternation, in one go.
 
-    python benchmarks/throughput.py              # the ratio, and where our time goes
-    python benchmarks/throughput.py --growth     # also: speed and memory for 1 to 1,024 environments
+    python benchmarks/throughput.py              # 1 to 1,024 environments, about 8 minutes on an idle machine
+    python benchmarks/throughput.py --num-envs 4
 
 Both train CartPole-v1 at CleanRL's settings (4 environments x 128 steps, 4 minibatches, 4 epochs, networks of
-64-64 tanh) with one thread, each run in a process of its own. What counts is the training loop as a user runs
-it: ours with TensorBoard, advice and status lines, Stable-Baselines3's `learn` without a logger. Start-up and
-evaluation count for neither. An absolute figure says little on a shared machine; the ratio of neighbouring
-runs says more.
+64-64 tanh), and with other numbers of environments, with one thread, each run in a process of its own. What
+counts is the training loop as a user runs it: ours with TensorBoard, advice and status lines,
+Stable-Baselines3's `learn` without a logger. Start-up and evaluation count for neither. An absolute figure
+says little on a shared machine; the ratio of neighbouring runs says more. The full measurement is stored for
+`report.py` to make the table of.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from experiments import RESULTS
+from run import provenance, write
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_STEPS, MINIBATCHES, EPOCHS, LEARNING_RATE = 128, 4, 4, 2.5e-4
@@ -105,34 +109,42 @@ def run_sb3(num_envs: int, timesteps: int) -> dict[str, Any]:
 
 def measure(which: str, num_envs: int, timesteps: int) -> dict[str, Any]:
     """One run in a fresh process."""
-    command = [
-        sys.executable,
-        __file__,
-        "--one",
-        which,
-        "--num-envs",
-        str(num_envs),
-        "--timesteps",
-        str(timesteps),
-    ]
+    size = ["--num-envs", str(num_envs), "--timesteps", str(timesteps)]
+    command = [sys.executable, __file__, "--one", which, *size]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def spread(values: list[float]) -> str:
-    """Median and range, as text."""
-    return f"{statistics.median(values):>9,.0f}  ({min(values):,.0f} to {max(values):,.0f})"
+def spread(values: list[float]) -> list[float]:
+    """Lowest, median and highest."""
+    return [round(x, 3) for x in (min(values), statistics.median(values), max(values))]
+
+
+def compare(num_envs: int, timesteps: int, rounds: int) -> dict[str, Any]:
+    """Both in alternation: [lowest, median, highest] speed and ratio, memory, and our shares of time."""
+    pairs = [[measure(which, num_envs, timesteps) for which in ("ours", "sb3")] for _ in range(rounds)]
+    ours, theirs = zip(*pairs, strict=True)
+    return {
+        "num_envs": num_envs,
+        "timesteps": timesteps,
+        "ours": spread([run["sps"] for run in ours]),
+        "sb3": spread([run["sps"] for run in theirs]),
+        "ratio": spread([a["sps"] / b["sps"] for a, b in pairs]),
+        "mib": [round(statistics.median(run["mib"] for run in runs)) for runs in (ours, theirs)],
+        "shares": {part: spread([run["shares"][part] for run in ours])[1] for part in ours[0]["shares"]},
+    }
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="runs of each, in alternation")
-    parser.add_argument("--timesteps", type=int, default=60_000, help="transitions of a run")
-    parser.add_argument("--num-envs", type=int, default=4, help="environments")
-    parser.add_argument("--growth", action="store_true", help="also measure 1 to 1,024 environments")
+    parser.add_argument("--timesteps", type=int, help="transitions of a run; default: some seconds' worth")
+    parser.add_argument(
+        "--num-envs", type=int, help="environments; default: 1 to 1,024, and store the figures"
+    )
     parser.add_argument("--one", choices=("ours", "sb3"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -140,29 +152,23 @@ def main() -> None:
         result["mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps(result))
         return
-
-    ours, theirs = [], []
-    for round_ in range(options.rounds):
-        ours.append(measure("ours", options.num_envs, options.timesteps))
-        theirs.append(measure("sb3", options.num_envs, options.timesteps))
+    print(f"steps a second, median and range of {options.rounds} rounds; memory; shares of ppo.py's time")
+    rows = []
+    for num_envs in [options.num_envs] if options.num_envs else (1, 4, 16, 64, 256, 1024):
+        steps = options.timesteps or max(30_000, 5 * NUM_STEPS * num_envs)
+        rows.append(row := compare(num_envs, steps, options.rounds))
+        print(f"{num_envs:>5} environments, {steps:,} steps")
+        for name, label in (("ours", "ppo.py"), ("sb3", "Stable-Baselines3")):
+            low, median, high = row[name]
+            print(f"      {label:<18}{median:>8,.0f}  ({low:,.0f} to {high:,.0f})  ", end="")
+            print(f"{row['mib'][name == 'sb3']:>6,.0f} MiB")
+        low, median, high = row["ratio"]
+        print(f"      ratio             {median:>8.2f}  ({low:.2f} to {high:.2f})")
         print(
-            f"round {round_ + 1}: {ours[-1]['sps']:,.0f} / {theirs[-1]['sps']:,.0f} steps a second",
-            flush=True,
+            "      " + ", ".join(f"{part} {share:.0%}" for part, share in row["shares"].items()), flush=True
         )
-    ratios = [a["sps"] / b["sps"] for a, b in zip(ours, theirs, strict=True)]
-    print(f"\nsteps a second, median and range of {options.rounds} rounds, {options.num_envs} environments")
-    print(f"  ppo.py            {spread([run['sps'] for run in ours])}")
-    print(f"  Stable-Baselines3 {spread([run['sps'] for run in theirs])}")
-    print(f"  ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-    shares = {part: statistics.median(run["shares"][part] for run in ours) for part in ours[0]["shares"]}
-    print("  ppo.py's time: " + ", ".join(f"{part} {share:.0%}" for part, share in shares.items()))
-    if options.growth:
-        print("\nenvironments   ppo.py steps/s      MiB   Stable-Baselines3 steps/s      MiB   ratio")
-        for num_envs in (1, 4, 16, 64, 256, 1024):
-            steps = max(20_000, 4 * NUM_STEPS * num_envs)
-            us, them = measure("ours", num_envs, steps), measure("sb3", num_envs, steps)
-            line = f"{num_envs:>12} {us['sps']:>16,.0f} {us['mib']:>8,.0f} {them['sps']:>27,.0f}"
-            print(f"{line} {them['mib']:>8,.0f} {us['sps'] / them['sps']:>7.2f}", flush=True)
+    if not options.num_envs:
+        write(RESULTS / "throughput.json", provenance() | {"rounds": options.rounds, "growth": rows})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,205 @@
+"""Make the tables and figures from the stored results: rewrites README.md, benchmarks/README.md and figures/.
+
+    python benchmarks/report.py              # tables and figures
+    python benchmarks/report.py --check      # do the tables in the files match the stored results?
+
+A table stands between the markers `<!-- table: NAME -->` and `<!-- end -->`. In all of them a seed counts
+once, with the mean of its episodes. ± is the standard deviation over seeds, IQM the interquartile mean over
+seeds with its 95% stratified bootstrap interval, and P the probability that a seed of ours beats one of
+theirs (Agarwal et al. 2021, "Deep Reinforcement Learning at the Edge of the Statistical Precipice"; computed
+by their rliable).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from experiments import HERE, RESULTS, STUDIES, Study, runs
+
+ROOT, FIGURES = HERE.parent, HERE / "figures"
+Results = dict[tuple[str, tuple[str, int]], list[dict[str, Any]]]  # by experiment and task
+PUBLISHED = {  # Stable-Baselines3's RL Zoo, benchmark.md, which has the settings tuned for each environment
+    "CartPole-v1": "500.0 ± 0.0 at 100k",
+    "Acrobot-v1": "-73.5 ± 18.2 at 1M",
+    "MountainCar-v0": "-110.4 ± 19.5 at 1M",
+    "LunarLander-v3": "242.1 ± 31.8 at 1M (v2)",
+}
+
+
+def load() -> Results:
+    """The stored results, in the order of their seeds, by experiment and task."""
+    results: Results = {}
+    for run in runs():
+        if run.path.exists():
+            results.setdefault((run.experiment.name, run.task), []).append(json.loads(run.path.read_text()))
+    return results
+
+
+def score(results: list[dict[str, Any]], mode: str) -> np.ndarray:
+    """[seeds] mean return in training (the last 100 episodes) or of an evaluation."""
+    return np.array([np.mean(result["final"][mode]) for result in results])
+
+
+def interval(function: Callable, *scores: np.ndarray) -> tuple[float, float, float]:
+    """A statistic of one or two sets of scores [seeds], and the ends of its 95% bootstrap interval."""
+    from rliable.library import get_interval_estimates
+
+    np.random.seed(0)  # rliable draws from NumPy's global generator  # noqa: NPY002
+    tables = tuple(x[:, None] for x in scores)  # [seeds, tasks]
+    point, ends = get_interval_estimates(
+        {"": tables if len(tables) > 1 else tables[0]}, lambda *x: np.array([function(*x)]), reps=2000
+    )
+    return float(point[""][0]), float(ends[""][0, 0]), float(ends[""][1, 0])
+
+
+def iqm(scores: np.ndarray) -> str:
+    """Interquartile mean and its interval, as text."""
+    from rliable.metrics import aggregate_iqm
+
+    return "{:.1f} [{:.1f}, {:.1f}]".format(*interval(aggregate_iqm, scores))
+
+
+def improvement(ours: np.ndarray, theirs: np.ndarray) -> str:
+    """Probability of improvement and its interval, as text."""
+    from rliable.metrics import probability_of_improvement
+
+    return "{:.2f} [{:.2f}, {:.2f}]".format(*interval(probability_of_improvement, ours, theirs))
+
+
+def spread(scores: np.ndarray) -> str:
+    """Mean and standard deviation, as text."""
+    return f"{scores.mean():.1f} ± {scores.std(ddof=1):.1f}"
+
+
+def tasks(study: Study) -> Iterator[tuple[str, int]]:
+    """The tasks of a study."""
+    for env_id, lengths in study.tasks.items():
+        for steps in lengths if isinstance(lengths, tuple) else (lengths,):
+            yield env_id, steps
+
+
+def short(steps: int) -> str:
+    """100000 as 100k, 1000000 as 1M."""
+    return f"{steps // 1_000_000}M" if steps % 1_000_000 == 0 else f"{steps // 1000}k"
+
+
+def classic_table(results: Results) -> Iterator[list[str]]:
+    """The classic suite: ours, the published, and the peer that was run here."""
+    yield [
+        *("environment", "steps", "seeds", "last 100 training episodes", "greedy", "greedy, IQM"),
+        *("best published", "Stable-Baselines3 here, greedy", "P"),
+    ]
+    for env_id, steps in tasks(STUDIES["classic"]):
+        ours, theirs = results["ppo", (env_id, steps)], results["sb3-rl-zoo", (env_id, steps)]
+        greedy, peer = score(ours, "greedy"), score(theirs, "greedy")
+        yield [
+            env_id,
+            short(steps),
+            f"{len(ours)}",
+            spread(score(ours, "training")),
+            f"**{spread(greedy)}**",
+            iqm(greedy),
+            PUBLISHED[env_id],
+            f"{spread(peer)} ({len(peer)} seeds)",
+            improvement(greedy, peer),
+        ]
+
+
+def study_table(study: Study, results: Results) -> Iterator[list[str]]:
+    """A study: its entries on each task, with what their updates were like, on average over training."""
+    yield [
+        "task",
+        "entry",
+        "seeds",
+        "last 100 training episodes",
+        "greedy, IQM",
+        "KL",
+        "clip fraction",
+        "entropy",
+    ]
+    for task in tasks(study):
+        for name, label in study.labels.items():
+            found = results[name, task]
+            means = [
+                np.mean(
+                    [np.mean([x for x in result["curve"][quantity] if x is not None]) for result in found]
+                )
+                for quantity in ("kl", "clip_fraction", "entropy")
+            ]
+            yield [
+                f"{task[0]}, {short(task[1])}",
+                label,
+                f"{len(found)}",
+                spread(score(found, "training")),
+                iqm(score(found, "greedy")),
+                *("{:.4f} {:.3f} {:.2f}".format(*means).split()),
+            ]
+
+
+def speed_table(measured: dict[str, Any]) -> Iterator[list[str]]:
+    """What throughput.py stored."""
+    yield ["environments", "`ppo.py`, steps/s", "Stable-Baselines3, steps/s", "ratio", "memory, MiB"]
+    for row in measured["growth"]:
+        ours, theirs, ratio = row["ours"], row["sb3"], row["ratio"]
+        yield [
+            f"{row['num_envs']:,}",
+            *("{1:,.0f} ({0:,.0f} to {2:,.0f})".format(*x) for x in (ours, theirs)),
+            "**{1:.2f}** ({0:.2f} to {2:.2f})".format(*ratio),
+            "{:,.0f} and {:,.0f}".format(*row["mib"]),
+        ]
+
+
+def tables() -> dict[str, str]:
+    """All tables as Markdown, by name."""
+    results = load()
+    made = {"classic": classic_table(results)}
+    made |= {name: study_table(study, results) for name, study in STUDIES.items() if name != "classic"}
+    made["speed"] = speed_table(json.loads((RESULTS / "throughput.json").read_text()))
+    text = {}
+    for name, rows in made.items():
+        head, *body = (f"| {' | '.join(row)} |" for row in rows)
+        text[name] = "\n".join([head, "|" + " --- |" * (head.count("|") - 1), *body])
+    return text
+
+
+def fill(document: str, made: dict[str, str]) -> str:
+    """The document with what stands between its markers replaced by the tables."""
+    return re.sub(
+        r"(<!-- table: ([\w-]+) -->\n).*?(\n<!-- end -->)",
+        lambda match: match[1] + made[match[2]] + match[3],
+        document,
+        flags=re.DOTALL,
+    )
+
+
+def main() -> None:
+    """The command line. Exit status: 0 done, 1 the tables differ."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing, but say whether something would"
+    )
+    options = parser.parse_args()
+    made, differ = tables(), []
+    for path in (ROOT / "README.md", HERE / "README.md"):
+        before = path.read_text()
+        if (after := fill(before, made)) != before:
+            differ.append(str(path.relative_to(ROOT)))
+            if not options.check:
+                path.write_text(after)
+    print(f"tables {'differ' if options.check else 'rewritten'} in: {', '.join(differ) or 'no file'}")
+    if options.check:
+        sys.exit(bool(differ))
+    from figures import draw
+
+    for path in draw(load()):
+        print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
