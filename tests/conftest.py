@@ -1,9 +1,10 @@
-"""Make the scripts and the helper modules importable; one thread, as the scripts have by default."""
+"""Make scripts, benchmarks and helper modules importable; one thread, as the scripts have by default."""
 
 import pathlib
 import sys
 
 import torch
 
-sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parent.parent)]
+tests = pathlib.Path(__file__).parent
+sys.path[:0] = [str(tests), str(tests.parent), str(tests.parent / "benchmarks")]
 torch.set_num_threads(1)

@@ -1,0 +1,286 @@
+"""The benchmarks: what is run, stored and reported, and that a killed runner loses and repeats nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import experiments
+import gymnasium as gym
+import numpy as np
+import pytest
+import report
+import run as runner
+import tyro
+
+import ppo
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TINY = """
+EXPERIMENTS[:] = [
+    Experiment("tiny", "ppo.py", {"CartPole-v1": 4_000, "FrozenLake-v1": 4_000}, 3, "--eval-episodes 2"),
+    Experiment("sb3", "sb3", {"CartPole-v1": 600}, 1, settings={"CartPole-v1": {"n_envs": 2, "n_steps": 64}}),
+]
+"""
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the script and the benchmarks, without git and results, whose list is short."""
+    (tmp_path / "benchmarks").mkdir()
+    for path in (
+        "ppo.py",
+        *(f"benchmarks/{name}.py" for name in ("experiments", "run", "time_limit_as_death")),
+    ):
+        shutil.copy(ROOT / path, tmp_path / path)
+    with open(tmp_path / "benchmarks/experiments.py", "a") as file:
+        file.write(TINY)
+    return tmp_path
+
+
+def start(copy: Path, *flags: str) -> subprocess.Popen:
+    """The runner, in a session of its own, as a scheduler starts it."""
+    command = [sys.executable, "benchmarks/run.py", *flags]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=copy, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def finish(copy: Path, *flags: str) -> tuple[int, str]:
+    """Run the runner to its end: exit status and output."""
+    process = start(copy, *flags)
+    output, _ = process.communicate(timeout=200)
+    return process.returncode, output
+
+
+def stored(copy: Path) -> dict[str, float]:
+    """Names of the stored results, and when they were written."""
+    folder = copy / "benchmarks/results"
+    return {str(path.relative_to(folder)): path.stat().st_mtime for path in sorted(folder.rglob("*.json"))}
+
+
+def test_killed_runner_goes_on(copy):
+    """SIGKILL to the runner, or to it and all its runs: every result is there in the end, each made once."""
+    expected = {
+        f"tiny/{env}_4000/{seed}.json" for env in ("CartPole-v1", "FrozenLake-v1") for seed in (1, 2, 3)
+    }
+    expected |= {"sb3/CartPole-v1_600/1.json"}
+    before: dict[str, float] = {}
+    for kill in (os.kill, os.killpg):
+        process = start(copy)
+        while len(stored(copy)) < len(before) + 2:
+            assert process.poll() is None
+            time.sleep(0.05)
+        kill(process.pid, signal.SIGKILL)  # in the middle of the next two runs
+        process.wait()
+        before |= stored(copy)
+    status, output = finish(copy)
+    assert (status, output.splitlines()[-1]) == (0, "7 of 7 stored")
+    after = stored(copy)
+    assert set(after) == expected
+    assert {name: after[name] for name in before} == before  # finished ones were left alone
+    for folder in (copy / "benchmarks/work").glob("tiny/*/*"):
+        assert len(list((folder / "runs").iterdir())) == 1, "done twice"
+    content = json.loads((copy / "benchmarks/results/tiny/CartPole-v1_4000/1.json").read_text())
+    assert len(content["final"]["greedy"]) == 2
+    assert content["args"]["env_id"] == "CartPole-v1"
+    assert content["seconds"] > 0
+    assert finish(copy)[1] == "7 of 7 stored\n"  # and nothing is left to do
+
+
+def test_interrupted_runs_go_on_from_their_checkpoint(copy):
+    """Ctrl-C: the runs save a checkpoint; the next start goes on from it and says so in the result."""
+    text = (copy / "benchmarks/experiments.py").read_text().replace("4_000", "40_000")
+    (copy / "benchmarks/experiments.py").write_text(text)
+    flags = ("--only", "tiny/CartPole-v1", "--seeds", "1")
+    process = start(copy, *flags)
+    log = copy / "benchmarks/work/tiny/CartPole-v1_40000/1/log.txt"
+    while not log.exists() or "left" not in log.read_text():  # a status line: it trains
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    assert not stored(copy)
+    status, output = finish(copy, *flags)
+    assert (status, output.splitlines()[-1]) == (0, "1 of 1 stored")
+    result = json.loads((copy / "benchmarks/results/tiny/CartPole-v1_40000/1.json").read_text())
+    assert result["sessions"] == 2
+    assert "To go on" in log.read_text()
+    seconds = [x for x in result["curve"]["seconds"] if x is not None]
+    assert seconds == sorted(seconds)  # no pause, no jump back
+
+
+def test_a_failing_run_is_reported_and_the_others_are_done(copy):
+    """A run that fails is named with its log, the exit status is 1, and nothing is stored for it."""
+    with open(copy / "benchmarks/experiments.py", "a") as file:
+        file.write('EXPERIMENTS.insert(0, Experiment("bad", "ppo.py", {"NoSuch-v0": 4_000}, 1))\n')
+    status, output = finish(copy, "--only", "*/1", "--jobs", "1")
+    assert status == 1
+    assert "bad/NoSuch-v0_4000/1  failed, see" in output
+    assert output.splitlines()[-1] == "3 of 4 stored, 1 failed"
+    assert not (copy / "benchmarks/results/bad/NoSuch-v0_4000/1.json").exists()
+
+
+def test_dry_run_print_and_bad_requests(copy):
+    """--dry-run and --print list what is missing and do nothing; a printed line does its run alone."""
+    status, output = finish(copy, "--dry-run", "--seeds", "2")
+    assert status == 0
+    assert output.count("missing") == 5
+    assert "0 of 5 stored" in output
+    status, output = finish(copy, "--print", "--only", "FrozenLake", "--seeds", "1")
+    (line,) = output.splitlines()
+    subprocess.run(line, shell=True, cwd="/", check=True, capture_output=True)
+    assert set(stored(copy)) == {"tiny/FrozenLake-v1_4000/1.json"}
+    assert finish(copy, "--print", "--only", "FrozenLake", "--seeds", "1") == (0, "")
+    status, output = finish(copy, "--only", "NoSuch")
+    assert status == 2
+    assert "no run is called so" in output
+
+
+def test_uncommitted_code_is_refused(copy):
+    """A result names its commit, so there must be one that has the code."""
+    for command in (["init", "-q"], ["add", "."]):
+        subprocess.run(["git", *command], cwd=copy, check=True)
+    status, output = finish(copy)
+    assert status == 2
+    assert "commit first" in output
+    assert not (copy / "benchmarks/results").exists()
+
+
+def test_check_notices_a_change(copy):
+    """Short runs come out bit for bit the same, until the code changes."""
+    flags = ("--check", "--only", "CartPole")
+    assert finish(copy, *flags) == (0, "tiny/CartPole-v1_8000/1: new, stored\n")
+    status, output = finish(copy, *flags)
+    assert status == 0
+    assert "as at commit" in output
+    text = (copy / "ppo.py").read_text()
+    assert "learning_rate: float = 1e-3" in text
+    (copy / "ppo.py").write_text(
+        text.replace("learning_rate: float = 1e-3", "learning_rate: float = 1.0000001e-3")
+    )
+    status, output = finish(copy, *flags)
+    assert status == 1
+    assert "DIFFERS" in output
+
+
+def test_thin():
+    """Means over equal parts of the steps, the last part including what is beyond; None for what is empty."""
+    steps = np.array([1, 20, 21, 60, 1000, 1010])
+    thinned = runner.thin(steps, np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), 1000)
+    assert len(thinned) == 50
+    assert thinned[:4] == [1.5, 3.0, 4.0, None]
+    assert thinned[-1] == 5.5
+
+
+def test_seconds_do_not_count_pauses():
+    """Two sessions, of 3 and 2 seconds, with a pause of 90 between them."""
+    walls = np.array([101.0, 103.0, 194.0, 195.0])
+    assert runner.seconds_of(walls, [100.0, 193.0]).tolist() == [1.0, 3.0, 4.0, 5.0]
+    walls = np.array([101.0, 194.0])  # the middle session was killed before it logged anything
+    assert runner.seconds_of(walls, [100.0, 150.0, 193.0]).tolist() == [1.0, 2.0]
+
+
+def test_list_of_experiments_is_sound():
+    """No two runs share a file; flags are accepted; environments exist; what studies compare is run."""
+    listed = experiments.runs()
+    assert len({run.name for run in listed}) == len(listed)
+    for run in {(run.experiment.name, run.env_id): run for run in listed}.values():
+        assert gym.make(run.env_id).spec
+        if run.experiment.script == "ppo.py":
+            ppo.check_args(tyro.cli(ppo.Args, args=run.flags))
+    have = {(run.experiment.name, run.task) for run in listed}
+    for study in experiments.STUDIES.values():
+        assert {(name, task) for name in study.labels for task in report.tasks(study)} <= have
+
+
+STORED = [run for run in experiments.runs() if run.path.exists()]
+
+
+def test_stored_results_are_those_of_the_list():
+    """Every run of the list is stored, with its commit and what its flags mean now; and nothing else is."""
+    assert {run.name for run in STORED} == {run.name for run in experiments.runs()}
+    others = {"short-runs", "throughput"}
+    files = {path for path in experiments.RESULTS.rglob("*.json") if path.stem not in others}
+    assert files == {run.path for run in STORED}
+    for run in STORED:
+        result = json.loads(run.path.read_text())
+        assert result["run"] == run.name
+        assert len(result["commit"]) == 40
+        assert len(result["final"]["greedy"]) == len(result["final"]["stochastic"]) == 10
+        if run.experiment.script == "ppo.py":
+            assert result["args"] == ppo.asdict(tyro.cli(ppo.Args, args=run.flags))
+            assert (
+                abs(result["seconds"] - max(x or 0 for x in result["curve"]["seconds"])) < result["seconds"]
+            )
+
+
+def test_every_listed_code_has_a_short_run():
+    """`run.py --check` has something to compare with for all that is stored."""
+    short = json.loads((experiments.RESULTS / "short-runs.json").read_text())
+    ours = [run for run in STORED if run.experiment.script != "sb3"]
+    assert {ppo.replace(run, steps=8_000, seed=1).name for run in ours} == set(short)
+
+
+def test_tables_match_the_stored_results():
+    """What report.py would write stands in the files already, numbers and all."""
+    made = report.tables()
+    for path in (ROOT / "README.md", ROOT / "benchmarks/README.md"):
+        text = path.read_text()
+        assert report.fill(text, made) == text, f"run python benchmarks/report.py: {path} is out of date"
+    everything = (ROOT / "README.md").read_text() + (ROOT / "benchmarks/README.md").read_text()
+    assert all(f"<!-- table: {name} -->" in everything for name in made)
+
+
+def test_statistics_of_the_tables():
+    """Interquartile mean, spread and probability of improvement against their definitions."""
+    ours, theirs = np.arange(1.0, 9.0), np.array([0.0, 4.5, 4.5, 20.0])
+    ordered = sorted(ours)[2:-2]
+    assert report.iqm(ours).startswith(f"{np.mean(ordered):.1f} [")
+    wins = [1.0 if a > b else 0.5 if a == b else 0.0 for a in ours for b in theirs]
+    assert report.improvement(ours, theirs).startswith(f"{np.mean(wins):.2f} [")
+    assert report.spread(ours) == f"4.5 ± {math.sqrt(((ours - 4.5) ** 2).sum() / 7):.1f}"
+    low, high = (float(x) for x in report.iqm(ours).split("[")[1].rstrip("]").split(", "))
+    assert 1 <= low < 4.5 < high <= 8
+
+
+def test_figures(tmp_path, monkeypatch):
+    """Each study and both equations are drawn in two themes, and the committed files are those."""
+    import figures
+
+    committed = {path.name for path in figures.FIGURES.iterdir()}
+    monkeypatch.setattr(figures, "FIGURES", tmp_path)
+    made = {path.name for path in figures.draw(report.load())}
+    names = {*experiments.STUDIES, "clip", "gae"}
+    assert made == committed == {f"{name}-{theme}.png" for name in names for theme in ("light", "dark")}
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in made)
+
+
+def test_drawn_objective_is_the_clipped_one():
+    """The figure beside the equation shows min(r A, clip(r, 1 - ε, 1 + ε) A)."""
+    import figures
+
+    for axes, advantage in zip(figures.clip_figure().axes, (1, -1), strict=True):
+        ratios, objective = (np.asarray(x, dtype=float) for x in axes.lines[1].get_data())
+        expected = np.minimum(ratios * advantage, np.clip(ratios, 0.8, 1.2) * advantage)
+        np.testing.assert_allclose(objective, expected, atol=1e-5)
+
+
+def test_throughput_command():
+    """One short round of both prints speeds, ratio and shares, and stores nothing."""
+    before = (experiments.RESULTS / "throughput.json").read_bytes()
+    flags = ["--num-envs", "2", "--rounds", "1", "--timesteps", "1024"]
+    command = [sys.executable, str(ROOT / "benchmarks/throughput.py"), *flags]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "ratio" in output
+    assert "environment" in output
+    assert (experiments.RESULTS / "throughput.json").read_bytes() == before
