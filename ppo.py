@@ -159,6 +159,8 @@ class Args:
     """Where the networks live. auto: CUDA from --hidden-size 512; small networks are faster on the CPU."""
     num_threads: int = 1
     """CPU threads of PyTorch; for small networks, one is the fastest."""
+    compile: bool = False
+    """Compile the gradient of the loss: faster updates after some 15 seconds (a CPU needs a C++ compiler)."""
 
 
 # A checkpoint's format, and the settings that it fixes: its networks and its rollouts depend on them.
@@ -178,17 +180,18 @@ class Refused(Exception):  # noqa: N818
     """The request cannot be right. Ends the program with one line and exit status 2."""
 
 
+def refuse(holds: object, reason: str) -> None:
+    """Raise `Refused` with the reason if the condition holds."""
+    if holds:
+        raise Refused(f"{reason}.")
+
+
 class TrainingFailed(Exception):  # noqa: N818
     """Training cannot go on. Ends the program with one line and exit status 1; the last checkpoint stays."""
 
 
 def check_args(args: Args) -> None:
     """Raise `Refused`, with the reason and what is allowed, for settings that cannot be right."""
-
-    def refuse(holds: object, reason: str) -> None:
-        if holds:
-            raise Refused(f"{reason}.")
-
     for names, (low, high) in BOUNDS.items():
         for name in names.split():
             value = getattr(args, name)
@@ -222,13 +225,11 @@ def one_hot_mask(space: gym.Space) -> np.ndarray:
 
 def check_spaces(obs: gym.Space, action: gym.Space) -> None:
     """Raise `Refused` unless this script can train on these spaces, naming the script that can."""
-    if not isinstance(action, gym.spaces.Discrete):
-        other = "; ppo_continuous.py trains these" if isinstance(action, gym.spaces.Box) else ""
-        raise Refused(f"its actions are {action}, not Discrete{other}.")
-    if len(obs.shape or ()) == 3 or (len(obs.shape or ()) == 2 and obs.dtype == np.uint8):
-        raise Refused(f"its observations are images of shape {obs.shape}; ppo_atari.py trains on pixels.")
-    if not obs.is_np_flattenable:
-        raise Refused(f"its observations, {obs}, do not flatten to a vector.")
+    other = "; ppo_continuous.py trains these" if isinstance(action, gym.spaces.Box) else ""
+    refuse(not isinstance(action, gym.spaces.Discrete), f"its actions are {action}, not Discrete{other}")
+    image = len(obs.shape or ()) == 3 or (len(obs.shape or ()) == 2 and obs.dtype == np.uint8)
+    refuse(image, f"its observations are images of shape {obs.shape}; ppo_atari.py trains on pixels")
+    refuse(not obs.is_np_flattenable, f"its observations, {obs}, do not flatten to a vector")
 
 
 def guard(env: Any, index: int | str) -> Any:
@@ -288,8 +289,8 @@ def make_envs(args: Args, num_envs: int, video: Path | None = None) -> tuple[Vec
             vectorize = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
             makers = [partial(make_env, args, index, video) for index in range(num_envs)]
             envs = vectorize(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
-        if (mode := envs.metadata.get("autoreset_mode")) is not AutoresetMode.NEXT_STEP:
-            raise Refused(f"its autoreset mode is {mode}, not {AutoresetMode.NEXT_STEP}.")
+        mode = envs.metadata.get("autoreset_mode")
+        refuse(mode is not AutoresetMode.NEXT_STEP, f"its autoreset mode is {mode}, not NEXT_STEP")
     except Exception as error:  # whatever the constructor of somebody's environment may raise
         reason = " ".join((str(error) or repr(error)).split())
         raise Refused(f"cannot train on {args.env_id}: {reason}") from error
@@ -341,6 +342,7 @@ class Agent(nn.Module):
         self.norm_obs, self.num_actions, self.first_action = args.norm_obs, int(actions.n), int(actions.start)
         self.actor = MLP(len(one_hot), args.hidden_size, self.num_actions, gain=0.01)  # near-uniform at first
         self.critic = MLP(len(one_hot), args.hidden_size, 1, gain=1.0)
+        self.weights = list(self.parameters())  # looked up once
         self.one_hot = nn.Buffer(torch.from_numpy(one_hot))
         self.obs_moments, self.return_moments = RunningMoments(len(one_hot)), RunningMoments(1)
 
@@ -375,18 +377,13 @@ class Agent(nn.Module):
 
 
 def flatten_parameters(module: nn.Module) -> nn.Parameter:
-    """Make all parameters, and their gradients, views of one vector, and return it.
+    """Make all parameters views of one vector, and return it.
 
-    Clipping and Adam then take an operation each, not one for every parameter; for small networks that tells.
+    Adam then takes one operation, not one for every parameter; for small networks that tells.
     """
     parameters = list(module.parameters())
-    sizes = [parameter.numel() for parameter in parameters]
     vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
-    vector.grad = torch.zeros_like(vector)
-    for parameter, data, grad in zip(
-        parameters, vector.data.split(sizes), vector.grad.split(sizes), strict=True
-    ):
-        parameter.data, parameter.grad = data.view_as(parameter), grad.view_as(parameter)
+    nn.utils.vector_to_parameters(vector.data, parameters)
     return vector
 
 
@@ -474,6 +471,25 @@ def ppo_loss(policy: Tensor, values: Tensor, batch: Batch, state: State, args: A
         outside = ((ratio - 1).abs() > state.clip_coef).float()
         figures = (policy_losses, value_losses, entropies, -log_ratio, ratio - 1 - log_ratio, outside)
         return loss, torch.stack(figures).mean(1)
+
+
+def gradient(agent: Agent, batch: Batch, state: State, args: Args) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of the loss as one vector, within --max-grad-norm, its norm before that, and `FIGURES`."""
+    loss, figures = ppo_loss(agent.policy(batch.obs), agent.value(batch.obs), batch, state, args)
+    vector = torch.cat([part.flatten() for part in torch.autograd.grad(loss, agent.weights)])
+    norm = torch.linalg.vector_norm(vector)
+    return vector * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1), norm, figures
+
+
+def compiled(function: Callable) -> Callable:
+    """`function`, which may take gradients, as one graph for batches of any size."""
+    from torch._dynamo import config
+
+    refuse(
+        not hasattr(config, "trace_autograd_ops"), "--compile needs a newer PyTorch; 2.13 has what it takes"
+    )
+    config.trace_autograd_ops = True
+    return torch.compile(function, dynamic=True, fullgraph=True)
 
 
 def adapt(value: float, factor: float, bounds: tuple, measured: float, low: float, high: float) -> float:
@@ -587,6 +603,8 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
     parts = max(1, min(args.num_minibatches, len(rows) // 2))  # at least 2 rows each
     figures, norms = list[Tensor](), list[Tensor]()
     optimizer.param_groups[0]["lr"] = state.learning_rate
+    (vector,) = optimizer.param_groups[0]["params"]
+    step = compiled(gradient) if args.compile else gradient
     for epoch in range(args.update_epochs):
         if epoch > 0 and args.recompute_advantages:
             with torch.no_grad():
@@ -594,13 +612,10 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
             batch = batch._replace(advantages=advantages.flatten(), returns=returns.flatten())
         order = rows[torch.randperm(len(rows)).to(device)]
         for minibatch in map(Batch, *(x[order].tensor_split(parts) for x in batch)):
-            policy, values = agent.policy(minibatch.obs), agent.value(minibatch.obs)
-            loss, now = ppo_loss(policy, values, minibatch, state, args)
-            optimizer.zero_grad(set_to_none=False)  # the gradients are views of one vector, which must stay
-            loss.backward()
-            norms.append(nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], args.max_grad_norm))
+            vector.grad, norm, now = step(agent, minibatch, state, args)
             optimizer.step()
             figures.append(now)
+            norms.append(norm)
         if epoch + 1 == args.update_epochs or args.target_kl is not None:
             with torch.no_grad():  # how far this update has come from the old policy, exactly
                 kl = kl_divergence(batch.policy, agent.policy(batch.obs))[rows].mean()
@@ -853,8 +868,8 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
         envs.close()
     if args.evaluate:
         return {mode: evaluate(agent, args, mode, Path(args.evaluate).parent) for mode in modes}
-    if state.global_step >= args.total_timesteps:
-        raise Refused(f"{args.resume} has done {state.global_step:,} steps; set --total-timesteps to more.")
+    done = state.global_step >= args.total_timesteps
+    refuse(done, f"{args.resume} has done {state.global_step:,} steps; set --total-timesteps to more")
     print("\n".join(plan(args) if args.plan else plan(args)[:5]), flush=True)
     if args.plan:
         return {}
@@ -922,13 +937,12 @@ def main() -> None:
     try:
         args = tyro.cli(Args)
         if path := args.resume or args.evaluate:  # flags that are given override the checkpoint's
-            if args.resume and args.evaluate:
-                raise Refused("--resume and --evaluate exclude each other; give one of them.")
+            refuse(args.resume and args.evaluate, "--resume and --evaluate exclude each other; give one")
             saved, _ = load_checkpoint(path)
             args = tyro.cli(Args, default=replace(saved, plan=False, resume=None, evaluate=None))
             for name in FIXED:
-                if getattr(args, name) != getattr(saved, name):
-                    raise Refused(f"{path} has {name} {getattr(saved, name)}, which cannot be changed.")
+                was = getattr(saved, name)
+                refuse(getattr(args, name) != was, f"{path} has {name} {was}, which cannot be changed")
         train(args)
     except (Refused, TrainingFailed) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)

@@ -76,7 +76,7 @@ def make_agent(args, seed=0, one_hot=None):
 
 
 def make_optimizer(agent):
-    return Adam(agent.parameters(), 0.123, eps=1e-5)  # `update` sets the learning rate
+    return Adam([ppo.flatten_parameters(agent)], 0.123, eps=1e-5)  # `update` sets the learning rate
 
 
 def random_ends(rng, steps, envs, chance):
@@ -654,7 +654,7 @@ def test_one_epoch_of_one_minibatch_is_a_step_of_a2c():
     agent = make_agent(args)
     rollout = make_rollout(args, agent)
     reference, obs, rows = copy.deepcopy(agent), agent.normalize(rollout.obs), rollout.valid
-    figures = learn(agent, rollout, args, optimizer=SGD(agent.parameters(), 99.0))
+    figures = learn(agent, rollout, args, optimizer=SGD([ppo.flatten_parameters(agent)], 99.0))
 
     values = float64(reference.value(obs))
     ends = rollout.terminated.numpy(), rollout.truncated.numpy()
@@ -1214,13 +1214,17 @@ def test_gradient_norm_is_logged_before_and_applied_after_clipping():
     args = make_args(update_epochs=1, num_minibatches=1, max_grad_norm=1e6)
     agent = make_agent(args)
     before = weights(agent)
-    unclipped = learn(agent, make_rollout(args, agent), args, optimizer=SGD(agent.parameters(), 99.0))
+    unclipped = learn(
+        agent, make_rollout(args, agent), args, optimizer=SGD([ppo.flatten_parameters(agent)], 99.0)
+    )
     norm = ((weights(agent) - before).norm() / args.learning_rate).item()
     assert norm > 0.2
     assert unclipped["losses/grad_norm"] == pytest.approx(norm, rel=1e-3)
     args = replace(args, max_grad_norm=0.01)
     agent = make_agent(args)
-    clipped = learn(agent, make_rollout(args, agent), args, optimizer=SGD(agent.parameters(), 99.0))
+    clipped = learn(
+        agent, make_rollout(args, agent), args, optimizer=SGD([ppo.flatten_parameters(agent)], 99.0)
+    )
     step = (weights(agent) - before).norm().item()
     assert clipped["losses/grad_norm"] == pytest.approx(norm, rel=1e-3)
     assert step == pytest.approx(args.learning_rate * 0.01, rel=2e-2)
@@ -1234,26 +1238,78 @@ def test_steps_have_the_learning_rate_of_the_state():
         agent = make_agent(args)
         rollout, before, state = make_rollout(args, agent), weights(agent), make_state(args)
         state.learning_rate = learning_rate
-        ppo.update(agent, SGD(agent.parameters(), 99.0), rollout, state, args)
+        ppo.update(agent, SGD([ppo.flatten_parameters(agent)], 99.0), rollout, state, args)
         changes.append((weights(agent) - before).norm().item())
     assert changes[0] == pytest.approx(4 * changes[1], rel=1e-2)
 
 
 def test_mean_gradient_norm(monkeypatch):
     """Over several steps, `grad_norm` is the mean of the norms before clipping."""
-    norms, original = [], torch.nn.utils.clip_grad_norm_
+    norms, original = [], ppo.gradient
 
-    def record(parameters, limit):
-        parameters = list(parameters)
-        norms.append(torch.cat([x.grad.flatten() for x in parameters]).double().norm().item())
-        return original(parameters, limit)
+    def record(agent, batch, state, args):
+        loss, _ = ppo.ppo_loss(agent.policy(batch.obs), agent.value(batch.obs), batch, state, args)
+        parts = torch.autograd.grad(loss, list(agent.parameters()))
+        norms.append(np.sqrt(sum((float64(part) ** 2).sum() for part in parts)))
+        return original(agent, batch, state, args)
 
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", record)
+    monkeypatch.setattr(ppo, "gradient", record)
     args = make_args(num_minibatches=3)
     agent = make_agent(args)
     figures = learn(agent, make_rollout(args, agent), args)
     assert len(norms) == 9
     assert figures["losses/grad_norm"] == pytest.approx(np.mean(norms), rel=1e-5)
+
+
+def make_batch(args, agent):
+    """The rows of a random rollout, as `update` makes a batch of them, with random values and returns."""
+    rollout = make_rollout(args, agent)
+    obs, actions = agent.normalize(rollout.obs[:-1]).flatten(0, 1), rollout.actions.flatten()
+    with torch.no_grad():
+        policy = torch.log_softmax(agent.actor(obs) + 0.2 * torch.randn(len(obs), A), -1)
+    numbers = torch.randn(3, len(obs)).unbind()
+    return ppo.Batch(obs, actions, policy, ppo.log_prob(policy, actions), *numbers)
+
+
+@pytest.mark.parametrize("limit", [0.05, 100.0])
+def test_gradient_is_that_of_backward_and_clip_grad_norm(limit):
+    """The vector, its norm and the figures, against PyTorch's ordinary way to get them."""
+    args = make_args(max_grad_norm=limit)
+    agent, state = make_agent(args), make_state(args)
+    batch = make_batch(args, agent)
+    vector, norm, figures = ppo.gradient(agent, batch, state, args)
+    loss, expected = ppo.ppo_loss(agent.policy(batch.obs), agent.value(batch.obs), batch, state, args)
+    loss.backward()
+    before = torch.nn.utils.clip_grad_norm_(agent.parameters(), limit)
+    assert 0.1 < before < 10
+    torch.testing.assert_close(norm, before)
+    torch.testing.assert_close(figures, expected)
+    torch.testing.assert_close(vector, torch.cat([x.grad.flatten() for x in agent.parameters()]))
+
+
+def test_compiled_gradient():
+    """--compile gives what eager gives, for any size and moving coefficients, without compiling each time."""
+    args = make_args(max_grad_norm=0.3)
+    agent, state = make_agent(args), make_state(args)
+    whole = make_batch(args, agent)
+    compiled = ppo.compiled(ppo.gradient)
+    for size, state.ent_coef in ((40, 0.01), (39, 0.02), (17, 0.03), (2, 0.04)):
+        batch = ppo.Batch(*(x[:size] for x in whole))
+        with torch._dynamo.config.patch(error_on_recompile=size <= 17):
+            ours = compiled(agent, batch, state, args)
+        torch.testing.assert_close(ours, ppo.gradient(agent, batch, state, args), rtol=1e-4, atol=1e-6)
+
+
+def test_compiled_update():
+    """A whole update with --compile ends where one without ends."""
+    args = make_args(update_epochs=2)
+    figures, ends = [], []
+    for compile_ in (False, True):
+        agent = make_agent(args)
+        figures.append(learn(agent, make_rollout(args, agent), replace(args, compile=compile_)))
+        ends.append(weights(agent))
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-5)
+    assert figures[0] == pytest.approx(figures[1], rel=1e-3, abs=1e-5)
 
 
 def test_policy_mismatch_figure():
@@ -1373,28 +1429,29 @@ def test_training_uses_adam_with_epsilon_1e_5(monkeypatch, capsys):
     (group,) = optimizer.param_groups
     (vector,) = group["params"]
     sizes = (4 * 64 + 64) * 2 + (64 * 64 + 64) * 2 + (64 * 2 + 2) + (64 + 1)
-    assert vector.numel() == sizes == len(vector.grad)
+    assert vector.numel() == sizes
     assert (group["eps"], group["lr"], group["betas"]) == (1e-5, 3e-3, (0.9, 0.999))
     assert (group["weight_decay"], group["amsgrad"]) == (0, False)
 
 
 def test_flat_parameters_are_views():
-    """The vector holds every parameter and gradient once; Adam on it is Adam on them."""
-    args = make_args(update_epochs=3)
+    """The vector holds every parameter once; a step of Adam on it is a step of Adam on them."""
+    args = make_args()
     ours, theirs = make_agent(args), make_agent(args)
     vector = ppo.flatten_parameters(ours)
-    names = [name for name, _ in ours.named_parameters()]
-    assert torch.equal(vector, torch.cat([parameter.flatten() for parameter in ours.parameters()]))
-    assert len(names) == 12
-    rollout = make_rollout(args, ours)
-    state = make_state(args)
-    for agent, parameters in ((ours, [vector]), (theirs, theirs.parameters())):
-        torch.manual_seed(0)
-        optimizer = Adam(parameters, args.learning_rate, eps=1e-5, fused=True)
-        rollout.discounted_return.zero_()
-        ppo.update(agent, optimizer, rollout, state, args)
+    assert torch.equal(vector, torch.cat([parameter.flatten() for parameter in theirs.parameters()]))
+    settings = {"lr": 0.01, "eps": 1e-5, "fused": True}
+    optimizers = Adam([vector], **settings), Adam(theirs.parameters(), **settings)
+    for _ in range(3):
+        vector.grad = torch.randn_like(vector)
+        torch.nn.utils.vector_to_parameters(
+            vector.grad, gradients := [torch.zeros_like(x) for x in theirs.weights]
+        )
+        for parameter, gradient in zip(theirs.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        for optimizer in optimizers:
+            optimizer.step()
     for (name, own), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=0, atol=1e-6, msg=name)
     vector.data.zero_()
-    vector.grad.fill_(2.0)
-    assert all((parameter == 0).all() and (parameter.grad == 2).all() for parameter in ours.parameters())
+    assert all((parameter == 0).all() for parameter in ours.parameters())
