@@ -34,9 +34,11 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -206,6 +208,12 @@ def check_args(args: Args) -> None:
     refuse(not have.get(args.device, True), f"--device {args.device} is not available here; use --device cpu")
     refuse(args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy")
     refuse(args.track and not find_spec("wandb"), "--track needs: pip install wandb")
+    if args.compile:
+        from torch._dynamo import config
+
+        refuse(not hasattr(config, "trace_autograd_ops"), "--compile needs a newer PyTorch; 2.13 will do")
+        compilers = os.environ.get("CXX", "g++"), "clang++"
+        refuse(not any(map(shutil.which, compilers)), f"--compile needs a compiler: {' or '.join(compilers)}")
     if not args.allow_unsafe:
         unscaled = args.update_epochs > 1 and not (args.norm_adv or args.norm_rewards)
         override = "; --allow-unsafe overrides"
@@ -485,9 +493,6 @@ def compiled(function: Callable) -> Callable:
     """`function`, which may take gradients, as one graph for batches of any size."""
     from torch._dynamo import config
 
-    refuse(
-        not hasattr(config, "trace_autograd_ops"), "--compile needs a newer PyTorch; 2.13 has what it takes"
-    )
     config.trace_autograd_ops = True
     return torch.compile(function, dynamic=True, fullgraph=True)
 

@@ -800,6 +800,9 @@ def test_what_is_missing_here(main: Callable, tmp_path: Path, monkeypatch: pytes
         assert_refused(main("--device", "cuda"), tmp_path, "cuda", "cpu")
     if not torch.backends.mps.is_available():
         assert_refused(main("--device", "mps"), tmp_path, "mps", "cpu")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert_refused(main("--compile"), tmp_path, "compiler: no-such-compiler or clang++")
     monkeypatch.setitem(sys.modules, "moviepy", None)
     assert_refused(main("--capture-video"), tmp_path, "pip install moviepy")
     monkeypatch.setitem(sys.modules, "wandb", None)
