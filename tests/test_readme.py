@@ -27,7 +27,7 @@ def test_every_flag_exists():
     flags = {
         f"--{prefix}{field.name.replace('_', '-')}" for field in fields(ppo.Args) for prefix in ("", "no-")
     }
-    others = {"--growth", "--help", "--logdir"}
+    others = {"--only", "--help", "--logdir"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", README)) <= flags | others
 
 
