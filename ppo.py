@@ -383,6 +383,10 @@ class Agent(nn.Module):
         policy = self.policy(self.normalize(obs))
         return (policy if noise is None else policy + noise).argmax(-1), policy
 
+    def env_actions(self, actions: np.ndarray) -> np.ndarray:
+        """Actions [N] from 0 to those of the environments, which may start elsewhere."""
+        return actions + self.first_action
+
 
 def flatten_parameters(module: nn.Module) -> nn.Parameter:
     """Make all parameters views of one vector, and return it.
@@ -553,11 +557,11 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout) -> None:
     obs, actions, rewards = rollout.obs.numpy(), rollout.actions.numpy(), rollout.rewards.numpy()
     terminated, truncated, valid = (x.numpy() for x in (rollout.terminated, rollout.truncated, rollout.valid))
     obs[0], done = obs[-1], terminated[-1] | truncated[-1]
-    noise, rollout.episodes = agent.noise(*actions.shape), []
+    noise, rollout.episodes = agent.noise(*rewards.shape), []
     for t, (inputs, noise_t) in enumerate(zip(rollout.obs.unbind(), noise.unbind(), strict=False)):
         action, rollout.acting_policy = agent.act(inputs.to(noise.device), noise_t)
         actions[t], valid[t] = action.cpu().numpy(), ~done  # after an episode's end, a step only resets
-        step = attempt(envs.step, actions[t] + agent.first_action)
+        step = attempt(envs.step, agent.env_actions(actions[t]))
         obs[t + 1], rewards[t], terminated[t], truncated[t], info = step
         done = terminated[t] | truncated[t]
         if done.any():
@@ -750,7 +754,7 @@ def evaluate(agent: Agent, args: Args, mode: str, folder: Path) -> dict[str, np.
     while (playing := running & (lengths < args.eval_max_steps)).any():
         inputs = torch.as_tensor(obs, dtype=torch.float32, device=agent.one_hot.device)
         action, _ = agent.act(inputs, agent.noise(n) if mode == "stochastic" else None)
-        step = attempt(envs.step, action.cpu().numpy() + agent.first_action)
+        step = attempt(envs.step, agent.env_actions(action.cpu().numpy()))
         obs, reward, terminated, truncated, _ = step
         returns += reward * playing
         lengths += playing
