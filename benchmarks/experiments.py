@@ -118,6 +118,8 @@ EXPERIMENTS = [
     Experiment("clip-vloss", "ppo.py", DETAILS, 5, "--clip-vloss"),
     Experiment("no-anneal-lr", "ppo.py", DETAILS, 5, "--no-anneal-lr"),
     Experiment("time-limit-as-death", "ppo.py", DEATHS, 5),
+    # What a row of the classic table is with a flag of its own.
+    Experiment("no-entropy-bonus", "ppo.py", {"Acrobot-v1": 500_000}, 10, "--ent-coef 0"),
     # The peer, with the settings that its own authors have tuned, under the same protocol.
     Experiment("sb3-rl-zoo", "sb3", CLASSIC, 5, settings=RL_ZOO),
 ]

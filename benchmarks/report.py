@@ -95,11 +95,13 @@ def classic_table(results: Results) -> Iterator[list[str]]:
         *("environment", "steps", "seeds", "last 100 training episodes", "greedy", "greedy, IQM"),
         *("best published", "Stable-Baselines3 here, greedy", "P"),
     ]
-    for env_id, steps in tasks(STUDIES["classic"]):
-        ours, theirs = results["ppo", (env_id, steps)], results["sb3-rl-zoo", (env_id, steps)]
+    rows = [("ppo", task, "") for task in tasks(STUDIES["classic"])]
+    rows.insert(3, ("no-entropy-bonus", ("Acrobot-v1", 500_000), ", `--ent-coef 0`"))
+    for name, (env_id, steps), flags in rows:
+        ours, theirs = results[name, (env_id, steps)], results["sb3-rl-zoo", (env_id, steps)]
         greedy, peer = score(ours, "greedy"), score(theirs, "greedy")
         yield [
-            env_id,
+            env_id + flags,
             short(steps),
             f"{len(ours)}",
             spread(score(ours, "training")),
@@ -125,7 +127,7 @@ def study_table(study: Study, results: Results) -> Iterator[list[str]]:
     ]
     for task in tasks(study):
         for name, label in study.labels.items():
-            found = results[name, task]
+            found, default = results[name, task], results["ppo", task]
             means = [
                 np.mean(
                     [np.mean([x for x in result["curve"][quantity] if x is not None]) for result in found]
@@ -137,22 +139,42 @@ def study_table(study: Study, results: Results) -> Iterator[list[str]]:
                 label,
                 f"{len(found)}",
                 spread(score(found, "training")),
+                "" if name == "ppo" else improvement(score(found, "training"), score(default, "training")),
                 iqm(score(found, "greedy")),
                 *("{:.4f} {:.3f} {:.2f}".format(*means).split()),
             ]
 
 
-def speed_table(measured: dict[str, Any]) -> Iterator[list[str]]:
-    """What throughput.py stored."""
-    yield ["environments", "`ppo.py`, steps/s", "Stable-Baselines3, steps/s", "ratio", "memory, MiB"]
-    for row in measured["growth"]:
-        ours, theirs, ratio = row["ours"], row["sb3"], row["ratio"]
+def speed_table(rows: list[dict[str, Any]], env_id: str) -> Iterator[list[str]]:
+    """What throughput.py stored of an environment."""
+    yield [
+        *("environments", "steps/s", "with `--compile`", "Stable-Baselines3", "ratio", "with `--compile`"),
+        "memory, MiB",
+    ]
+    for row in (row for row in rows if row["env_id"] == env_id):
+        three = [row[who] for who in ("ours", "compiled", "sb3")]
         yield [
             f"{row['num_envs']:,}",
-            *("{1:,.0f} ({0:,.0f} to {2:,.0f})".format(*x) for x in (ours, theirs)),
-            "**{1:.2f}** ({0:.2f} to {2:.2f})".format(*ratio),
-            "{:,.0f} and {:,.0f}".format(*row["mib"]),
+            *("{1:,.0f} ({0:,.0f} to {2:,.0f})".format(*who["sps"]) for who in three),
+            *("**{1:.2f}** ({0:.2f} to {2:.2f})".format(*who["ratio"]) for who in three[:2]),
+            ", ".join(f"{who['mib']:,}" for who in three),
         ]
+
+
+def shares_table(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """Where the time of our scripts goes."""
+    yield ["environment", "environments", "", *rows[0]["ours"]["shares"], "compiling, s"]
+    for row in rows:
+        for who, label in (("ours", "eager"), ("compiled", "`--compile`")):
+            compiling = row[who].get("compiling")
+            shares = (f"{share:.0%}" for share in row[who]["shares"].values())
+            yield [
+                row["env_id"],
+                f"{row['num_envs']:,}",
+                label,
+                *shares,
+                f"{compiling[1]:.0f}" if compiling else "",
+            ]
 
 
 def tables() -> dict[str, str]:
@@ -160,7 +182,9 @@ def tables() -> dict[str, str]:
     results = load()
     made = {"classic": classic_table(results)}
     made |= {name: study_table(study, results) for name, study in STUDIES.items() if name != "classic"}
-    made["speed"] = speed_table(json.loads((RESULTS / "throughput.json").read_text()))
+    speed = json.loads((RESULTS / "throughput.json").read_text())["rows"]
+    made |= {f"speed-{env_id}": speed_table(speed, env_id) for env_id in ("CartPole-v1", "HalfCheetah-v5")}
+    made["shares"] = shares_table(speed)
     text = {}
     for name, rows in made.items():
         head, *body = (f"| {' | '.join(row)} |" for row in rows)

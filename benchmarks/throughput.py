@@ -1,20 +1,24 @@
-"""Steps a second of `ppo.py` beside Stable-Baselines3's PPO, at the same settings, in alternation, in one go.
+"""Steps a second of our scripts beside Stable-Baselines3's PPO, at the same settings, in alternation.
 
-    python benchmarks/throughput.py              # 1 to 1,024 environments, about 8 minutes on an idle machine
-    python benchmarks/throughput.py --num-envs 4
+    python benchmarks/throughput.py                     # everything, some 12 minutes on an idle machine
+    python benchmarks/throughput.py --env-id CartPole-v1 --num-envs 4
+    python benchmarks/throughput.py --env-id HalfCheetah-v5
 
-Both train CartPole-v1 at CleanRL's settings (4 environments x 128 steps, 4 minibatches, 4 epochs, networks of
-64-64 tanh), and with other numbers of environments, with one thread, each run in a process of its own. What
-counts is the training loop as a user runs it: ours with TensorBoard, advice and status lines,
-Stable-Baselines3's `learn` without a logger. Start-up and evaluation count for neither. An absolute figure
-says little on a shared machine; the ratio of neighbouring runs says more. The full measurement is stored for
-`report.py` to make the table of.
+CartPole runs with ppo.py at CleanRL's settings (128 steps, 4 minibatches, 4 epochs, 64-64 tanh) and 1 to
+1,024 environments; HalfCheetah with ppo_continuous.py (8 environments, 256 steps, minibatches of 64, 10
+epochs), with observations normalised and rewards scaled by both. Each run is a process of its own with one
+thread, ours also with --compile. What counts is the training loop as a user runs it, from the second
+iteration on: ours with TensorBoard, advice and status lines, Stable-Baselines3's `learn` without a logger.
+Start-up, compiling (which is stated) and evaluation count for none. An absolute figure says little on a
+shared machine; the ratio of neighbouring runs says more. Without flags, the figures are stored for
+`report.py` to make the tables of.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -25,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +37,35 @@ from experiments import RESULTS
 from run import provenance, write
 
 ROOT = Path(__file__).resolve().parent.parent
-NUM_STEPS, MINIBATCHES, EPOCHS, LEARNING_RATE = 128, 4, 4, 2.5e-4
+WHO = {"ours": "", "compiled": " --compile", "sb3": "Stable-Baselines3"}
 
 
-def run_ours(num_envs: int, timesteps: int) -> dict[str, Any]:
-    """Train with ppo.py in a temporary folder; return its own steps a second, and shares of time by part."""
+@dataclass(frozen=True)
+class Case:
+    """What is the same for all who are compared."""
+
+    script: str
+    sizes: tuple[int, ...]  # numbers of environments
+    num_steps: int
+    minibatches: int
+    epochs: int
+    learning_rate: float
+    normalize: bool
+
+
+CASES = {
+    "CartPole-v1": Case("ppo", (1, 4, 16, 64, 256, 1024), 128, 4, 4, 2.5e-4, normalize=False),
+    "HalfCheetah-v5": Case("ppo_continuous", (8,), 256, 32, 10, 3e-4, normalize=True),
+}
+
+
+def run_ours(case: Case, env_id: str, num_envs: int, timesteps: int, compiled: bool) -> dict[str, Any]:
+    """Train in a temporary folder: steps a second, shares of time by part, and seconds of compiling."""
     sys.path.insert(0, str(ROOT))
-    import ppo
-
-    seconds = dict.fromkeys(("environment", "collect", "advantages", "update", "loop"), 0.0)
+    script = importlib.import_module(case.script)
+    seconds = dict.fromkeys(("environment", "collect", "advantages", "update"), 0.0)
+    marks: list[tuple[int, float]] = []  # steps and time at the end of each iteration
+    first: dict[str, float] = {}
 
     def timed(part: str, function: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -53,33 +78,37 @@ def run_ours(num_envs: int, timesteps: int) -> dict[str, Any]:
         return call
 
     def make_envs(*args: Any, **kwargs: Any) -> Any:
-        envs, one_hot = original(*args, **kwargs)
+        envs, one_hot = original_make_envs(*args, **kwargs)
         envs.step = timed("environment", envs.step)
         return envs, one_hot
 
-    def evaluate(*args: Any) -> dict[str, Any]:
-        return {"returns": ppo.np.zeros(1), "lengths": ppo.np.zeros(1)}
+    def report(writer: Any, figures: dict, rollout: Any, state: Any, args: Any) -> list[str]:
+        messages = original_report(writer, figures, rollout, state, args)
+        if not marks:
+            first.update(seconds)
+            seconds.update(dict.fromkeys(seconds, 0.0))
+        marks.append((state.global_step, time.perf_counter()))
+        return messages
 
-    original, ppo.make_envs, ppo.evaluate = ppo.make_envs, make_envs, evaluate
-    ppo.compute_gae = timed("advantages", ppo.compute_gae)
-    ppo.collect_rollout, ppo.update = timed("collect", ppo.collect_rollout), timed("update", ppo.update)
-    last: dict[str, float] = {}
-
-    def report(writer: Any, figures: dict[str, float], *rest: Any) -> list[str]:
-        last.update(figures)
-        return original_report(writer, figures, *rest)
-
-    original_report, ppo.report = ppo.report, report
-    args = ppo.Args(
-        num_envs=num_envs, total_timesteps=timesteps, num_steps=NUM_STEPS, num_minibatches=MINIBATCHES,
-        update_epochs=EPOCHS, learning_rate=LEARNING_RATE, gae_lambda=0.95,
-        norm_obs=False, norm_rewards=False,
+    original_make_envs, script.make_envs = script.make_envs, make_envs
+    original_report, script.report = script.report, report
+    nothing = {"returns": script.np.zeros(1), "lengths": script.np.zeros(1)}
+    script.evaluate = lambda *_: nothing
+    script.compute_gae = timed("advantages", script.compute_gae)
+    script.collect_rollout = timed("collect", script.collect_rollout)
+    script.update = timed("update", script.update)
+    args = script.Args(
+        env_id=env_id, num_envs=num_envs, total_timesteps=timesteps, num_steps=case.num_steps,
+        num_minibatches=case.minibatches, update_epochs=case.epochs, learning_rate=case.learning_rate,
+        gae_lambda=0.95, norm_adv=True, recompute_advantages=False, norm_obs=case.normalize,
+        norm_rewards=case.normalize, compile=compiled,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         os.chdir(folder)
-        ppo.train(args)
+        script.train(args)
         os.chdir(ROOT)
-    total = timesteps / last["charts/SPS"]
+    (steps, start), (all_steps, end) = marks[0], marks[-1]
+    total = end - start
     parts = {
         "environment": seconds["environment"],
         "acting": seconds["collect"] - seconds["environment"],
@@ -87,30 +116,48 @@ def run_ours(num_envs: int, timesteps: int) -> dict[str, Any]:
         "update": seconds["update"] - seconds["advantages"],
     }
     shares = {part: value / total for part, value in parts.items()}
-    return {"sps": last["charts/SPS"], "shares": shares | {"other": 1 - sum(shares.values())}}
+    compiling = first["update"] - seconds["update"] / (len(marks) - 1)
+    return {
+        "sps": (all_steps - steps) / total,
+        "shares": shares | {"other": 1 - sum(shares.values())},
+        "compiling": compiling,
+    }
 
 
-def run_sb3(num_envs: int, timesteps: int) -> dict[str, Any]:
+def run_sb3(case: Case, env_id: str, num_envs: int, timesteps: int) -> dict[str, Any]:
     """Train with Stable-Baselines3 at the same settings; its value loss lacks our ½, so vf_coef is 0.25."""
     import torch
     from stable_baselines3 import PPO
+    from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import VecNormalize
+
+    marks: list[tuple[int, float]] = []
+
+    class Mark(BaseCallback):
+        def _on_step(self) -> bool:
+            return True
+
+        def _on_rollout_start(self) -> None:
+            marks.append((self.num_timesteps, time.perf_counter()))
 
     torch.set_num_threads(1)
+    envs = make_vec_env(env_id, num_envs)
+    batch_size = case.num_steps * num_envs // case.minibatches
     model = PPO(
-        "MlpPolicy", make_vec_env("CartPole-v1", num_envs), device="cpu", n_steps=NUM_STEPS, n_epochs=EPOCHS,
-        batch_size=NUM_STEPS * num_envs // MINIBATCHES, learning_rate=lambda left: LEARNING_RATE * left,
-        ent_coef=0.01, vf_coef=0.25,
+        "MlpPolicy", VecNormalize(envs) if case.normalize else envs, device="cpu", n_steps=case.num_steps,
+        n_epochs=case.epochs, batch_size=batch_size, ent_coef=0.01, vf_coef=0.25,
+        learning_rate=lambda left: case.learning_rate * left,
     )  # fmt: skip
-    start = time.monotonic()
-    model.learn(timesteps)
-    return {"sps": model.num_timesteps / (time.monotonic() - start)}
+    model.learn(timesteps, callback=Mark())
+    steps, start = marks[1]  # the start of the second iteration
+    return {"sps": (model.num_timesteps - steps) / (time.perf_counter() - start)}
 
 
-def measure(which: str, num_envs: int, timesteps: int) -> dict[str, Any]:
+def measure(who: str, env_id: str, num_envs: int, timesteps: int) -> dict[str, Any]:
     """One run in a fresh process."""
-    size = ["--num-envs", str(num_envs), "--timesteps", str(timesteps)]
-    command = [sys.executable, __file__, "--one", which, *size]
+    flags = ["--env-id", env_id, "--num-envs", str(num_envs), "--timesteps", str(timesteps)]
+    command = [sys.executable, __file__, "--one", who, *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
@@ -122,53 +169,65 @@ def spread(values: list[float]) -> list[float]:
     return [round(x, 3) for x in (min(values), statistics.median(values), max(values))]
 
 
-def compare(num_envs: int, timesteps: int, rounds: int) -> dict[str, Any]:
-    """Both in alternation: [lowest, median, highest] speed and ratio, memory, and our shares of time."""
-    pairs = [[measure(which, num_envs, timesteps) for which in ("ours", "sb3")] for _ in range(rounds)]
-    ours, theirs = zip(*pairs, strict=True)
-    return {
-        "num_envs": num_envs,
-        "timesteps": timesteps,
-        "ours": spread([run["sps"] for run in ours]),
-        "sb3": spread([run["sps"] for run in theirs]),
-        "ratio": spread([a["sps"] / b["sps"] for a, b in pairs]),
-        "mib": [round(statistics.median(run["mib"] for run in runs)) for runs in (ours, theirs)],
-        "shares": {part: spread([run["shares"][part] for run in ours])[1] for part in ours[0]["shares"]},
-    }
+def compare(env_id: str, num_envs: int, timesteps: int, rounds: int) -> dict[str, Any]:
+    """All in alternation; of speeds, and ratios to Stable-Baselines3, the lowest, median and highest."""
+    runs: dict[str, list[dict[str, Any]]] = {who: [] for who in WHO}
+    for _ in range(rounds):
+        for who in WHO:
+            runs[who].append(measure(who, env_id, num_envs, timesteps))
+    row: dict[str, Any] = {"env_id": env_id, "num_envs": num_envs, "timesteps": timesteps}
+    for who in WHO:
+        row[who] = {"sps": spread([run["sps"] for run in runs[who]])}
+        row[who]["mib"] = round(statistics.median(run["mib"] for run in runs[who]))
+        if who != "sb3":
+            pairs = zip(runs[who], runs["sb3"], strict=True)
+            row[who]["ratio"] = spread([ours["sps"] / theirs["sps"] for ours, theirs in pairs])
+            parts = runs[who][0]["shares"]
+            row[who]["shares"] = {
+                part: spread([run["shares"][part] for run in runs[who]])[1] for part in parts
+            }
+    row["compiled"]["compiling"] = spread([run["compiling"] for run in runs["compiled"]])
+    return row
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each, in alternation")
+    parser.add_argument("--env-id", choices=CASES, help="only this one")
+    parser.add_argument("--num-envs", type=int, help="only with so many environments")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each, in alternation")
     parser.add_argument("--timesteps", type=int, help="transitions of a run; default: some seconds' worth")
-    parser.add_argument(
-        "--num-envs", type=int, help="environments; default: 1 to 1,024, and store the figures"
-    )
-    parser.add_argument("--one", choices=("ours", "sb3"), help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=WHO, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        result = (run_ours if options.one == "ours" else run_sb3)(options.num_envs, options.timesteps)
+        one = CASES[options.env_id], options.env_id, options.num_envs, options.timesteps
+        result = run_sb3(*one) if options.one == "sb3" else run_ours(*one, options.one == "compiled")
         result["mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps(result))
         return
-    print(f"steps a second, median and range of {options.rounds} rounds; memory; shares of ppo.py's time")
+    print(f"steps a second, median and range of {options.rounds} rounds; ratio to Stable-Baselines3; memory")
     rows = []
-    for num_envs in [options.num_envs] if options.num_envs else (1, 4, 16, 64, 256, 1024):
-        steps = options.timesteps or max(30_000, 5 * NUM_STEPS * num_envs)
-        rows.append(row := compare(num_envs, steps, options.rounds))
-        print(f"{num_envs:>5} environments, {steps:,} steps")
-        for name, label in (("ours", "ppo.py"), ("sb3", "Stable-Baselines3")):
-            low, median, high = row[name]
-            print(f"      {label:<18}{median:>8,.0f}  ({low:,.0f} to {high:,.0f})  ", end="")
-            print(f"{row['mib'][name == 'sb3']:>6,.0f} MiB")
-        low, median, high = row["ratio"]
-        print(f"      ratio             {median:>8.2f}  ({low:.2f} to {high:.2f})")
-        print(
-            "      " + ", ".join(f"{part} {share:.0%}" for part, share in row["shares"].items()), flush=True
-        )
-    if not options.num_envs:
-        write(RESULTS / "throughput.json", provenance() | {"rounds": options.rounds, "growth": rows})
+    for env_id, case in CASES.items():
+        for num_envs in (options.num_envs,) if options.num_envs else case.sizes:
+            if env_id != (options.env_id or env_id):
+                continue
+            steps = options.timesteps or max(30_000, 6 * case.num_steps * num_envs)
+            rows.append(row := compare(env_id, num_envs, steps, options.rounds))
+            print(f"{env_id}, {num_envs:,} environments, {steps:,} steps")
+            for who, label in WHO.items():
+                name = label if who == "sb3" else f"{case.script}.py{label}"
+                low, median, high = row[who]["sps"]
+                print(f"  {name:<27}{median:>8,.0f} ({low:,.0f} to {high:,.0f})", end="")
+                if "ratio" in row[who]:
+                    print("  {1:.2f} ({0:.2f} to {2:.2f})".format(*row[who]["ratio"]), end="")
+                print(f"  {row[who]['mib']:,} MiB")
+                if "shares" in row[who]:
+                    shares = row[who]["shares"].items()
+                    print("    " + ", ".join(f"{part} {share:.0%}" for part, share in shares), end="")
+                    compiling = row[who].get("compiling")
+                    print(f"; compiling {compiling[1]:.0f} s" if compiling else "", flush=True)
+    if not (options.env_id or options.num_envs):
+        write(RESULTS / "throughput.json", provenance() | {"rounds": options.rounds, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ import pytest
 import tyro
 
 import ppo
+import ppo_continuous
 
+SCRIPTS = {"ppo.py": ppo, "ppo_continuous.py": ppo_continuous}
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
@@ -24,20 +26,20 @@ COMMANDS = [
 
 def test_every_flag_exists():
     """Each --flag that the README names belongs to the script, the benchmarks or a tool it calls."""
-    flags = {
-        f"--{prefix}{field.name.replace('_', '-')}" for field in fields(ppo.Args) for prefix in ("", "no-")
-    }
+    names = {field.name for script in SCRIPTS.values() for field in fields(script.Args)}
+    flags = {f"--{prefix}{name.replace('_', '-')}" for name in names for prefix in ("", "no-")}
     others = {"--only", "--help", "--logdir"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", README)) <= flags | others
 
 
-@pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith("python ppo.py")])
-def test_every_command_of_the_script_is_understood(line):
+@pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith("python ppo")])
+def test_every_command_of_the_scripts_is_understood(line):
     """The command line parses, its settings are accepted, and its environment is known to Gymnasium."""
-    words = shlex.split(line)[2:]
-    args = tyro.cli(ppo.Args, args=words)
+    _, name, *words = shlex.split(line)
+    script = SCRIPTS[name]
+    args = tyro.cli(script.Args, args=words)
     if not args.track:
-        ppo.check_args(args)
+        script.check_args(args)
     assert ":" in args.env_id or args.env_id in gym.registry or args.env_id.startswith("Taxi-")
 
 
@@ -72,4 +74,5 @@ def test_names_of_functions_and_advice_exist():
     for name in re.findall(r"`([a-zA-Z_]+)`", equations):
         assert hasattr(ppo, name) or name in ("ratio",), name
     advice = README.split("## Advice")[1].split("## Runs")[0]
-    assert {condition.__name__ for condition in ppo.ADVICE} <= set(re.findall(r"`(\w+)`", advice))
+    conditions = {condition.__name__ for script in SCRIPTS.values() for condition in script.ADVICE}
+    assert conditions <= set(re.findall(r"`(\w+)`", advice))
