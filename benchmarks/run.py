@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -208,9 +209,8 @@ def run_one(run: Run) -> None:
     run.path.parent.mkdir(parents=True, exist_ok=True)
     folder = WORK / run.name
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(
-        folder / "lock"
-    ):  # another runner, or a process that outlived a killed one, may be busy with it
+    # Another runner may be busy with it, or a process that outlived its runner.
+    with FileLock(folder / "lock"):
         if run.path.exists():
             return
         about = {"run": run.name, **provenance()}
@@ -239,7 +239,8 @@ def work_through(todo: list[Run], jobs: int) -> int:
                 failed += bool(process.returncode)
                 outcome = "done" if not process.returncode else f"failed, see {WORK / run.name / 'log.txt'}"
                 print(f"{total - len(waiting) - len(running):>4}/{total}  {run.name}  {outcome}", end="  ")
-                print(f"{clock(estimate(waiting + list(running.values())) / jobs)} left", flush=True)
+                left = timedelta(seconds=round(estimate([*waiting, *running.values()]) / jobs))
+                print(f"{left} left", flush=True)
                 shown = time.monotonic()
             if time.monotonic() - shown > 60:
                 names = ", ".join(run.name for run in running.values())
@@ -271,11 +272,6 @@ def estimate(todo: list[Run]) -> float:
     return sum(float(np.median(speed)) * run.steps for run, speed in zip(todo, likest, strict=True))
 
 
-def clock(seconds: float) -> str:
-    """Hours, minutes and seconds."""
-    return f"{seconds // 3600:.0f}:{seconds % 3600 // 60:02.0f}:{seconds % 60:02.0f}"
-
-
 def short_run(run: Run) -> dict[str, Any]:
     """All that a short run logs, by TensorBoard tag, but the time; and its evaluations."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
@@ -284,21 +280,23 @@ def short_run(run: Run) -> dict[str, Any]:
     return {tag: [event.value for event in log.Scalars(tag)] for tag in tags} | returns
 
 
-def check(selected: list[Run]) -> int:
+def check(selected: list[Run], committed: bool) -> int:
     """Repeat a short run of each experiment and compare it with the stored one, bit for bit.
 
-    Where none is stored yet, it is stored. Returns how many differ.
+    Where none is stored yet, it is stored, if the code is committed. Returns how many differ.
     """
     path, differ = RESULTS / "short-runs.json", 0
     stored = json.loads(path.read_text()) if path.exists() else {}
     ours = [replace(run, steps=8_000, seed=1) for run in selected if run.experiment.script != "sb3"]
     for name, run in {run.name: run for run in ours}.items():
         now = short_run(run)
-        if name not in stored:
+        if name not in stored and not committed:
+            verdict = "new, not stored: commit the code first"
+        elif name not in stored:
             stored[name] = provenance() | {"figures": now}
             write(path, stored)
             verdict = "new, stored"
-        elif stored[name]["figures"] == now:
+        elif json.dumps(stored[name]["figures"]) == json.dumps(now):  # NaN, too, equals itself there
             verdict = f"as at commit {stored[name]['commit'][:7]}"
         else:
             differ += 1
@@ -315,12 +313,11 @@ def check(selected: list[Run]) -> int:
 
 def main() -> None:
     """The command line. Exit status: 0 done, 1 runs failed or differ, 2 bad request, 130 stopped."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--only", default="", help="runs whose name has this in it; * and ? as in a shell")
     parser.add_argument("--seeds", type=int, help="at most this many seeds of each experiment")
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count(), help="processes at a time; default: a core each"
-    )
+    parser.add_argument("--jobs", type=int, default=cores, help="processes at a time; default: a core each")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--dry-run", action="store_true", help="say what is there and what is missing")
     what.add_argument("--print", action="store_true", help="print missing runs as independent command lines")
@@ -339,14 +336,15 @@ def main() -> None:
             state = "stored " if run.path.exists() else "missing"
             print(shlex.join(command(run)) if options.print else f"{state}  {run.name}")
         if options.dry_run:
-            hours = clock(estimate(todo) / options.jobs)
+            hours = timedelta(seconds=round(estimate(todo) / options.jobs))
             print(f"{len(selected) - len(todo)} of {len(selected)} stored; the others take about {hours}")
         return
     code = sorted({"benchmarks/*.py", *(run.experiment.script for run in selected)} - {"sb3"})
-    if changed := git("status", "--porcelain", "--", *code):
-        parser.error(f"a result names its commit: commit first what has changed: {' '.join(changed.split())}")
+    changed = git("status", "--porcelain", "--", *code)
     if options.check:
-        sys.exit(bool(check(selected)))
+        sys.exit(bool(check(selected, committed=not changed)))
+    if changed:
+        parser.error(f"a result names its commit: commit first what has changed: {' '.join(changed.split())}")
     if options.one:
         run_one(selected[0])
         return
