@@ -679,7 +679,7 @@ def collapse(figures: Figures, state: State, args: Args) -> bool:
 
 
 def mismatch(figures: Figures, state: State, args: Args) -> bool:
-    """acting and learning log-probabilities differ by > 1e-4: two policies; try --device cpu, check `act`"""
+    """acting and learning policies differ by > 1e-4: off-policy data; try --device cpu, check `act`"""
     return figures["losses/policy_mismatch"] > 1e-4
 
 

@@ -239,7 +239,8 @@ def one_hot_mask(space: gym.Space) -> np.ndarray:
 def check_spaces(obs: gym.Space, action: gym.Space) -> None:
     """Raise `Refused` unless this script can train on these spaces, naming the script that can."""
     other = "; ppo.py trains these" if isinstance(action, gym.spaces.Discrete) else ""
-    refuse(not isinstance(action, gym.spaces.Box), f"its actions are {action}, not a Box{other}")
+    real = isinstance(action, gym.spaces.Box) and np.issubdtype(action.dtype, np.floating)
+    refuse(not real, f"its actions are {action}, not a Box of real numbers{other}")
     image = len(obs.shape or ()) == 3 or (len(obs.shape or ()) == 2 and obs.dtype == np.uint8)
     refuse(image, f"its observations are images of shape {obs.shape}; ppo_atari.py trains on pixels")
     refuse(not obs.is_np_flattenable, f"its observations, {obs}, do not flatten to a vector")
@@ -352,7 +353,8 @@ class Agent(nn.Module):
 
     def __init__(self, args: Args, one_hot: np.ndarray, actions: Any):
         super().__init__()
-        self.norm_obs, self.num_actions, self.shape = args.norm_obs, math.prod(actions.shape), actions.shape
+        self.norm_obs, self.num_actions = args.norm_obs, math.prod(actions.shape)
+        self.shape, self.dtype = actions.shape, actions.dtype
         self.actor = MLP(len(one_hot), args.hidden_size, self.num_actions, gain=0.01)  # near 0 at first
         self.log_std = nn.Parameter(torch.full((self.num_actions,), args.init_log_std))  # for all states
         self.critic = MLP(len(one_hot), args.hidden_size, 1, gain=1.0)
@@ -360,9 +362,9 @@ class Agent(nn.Module):
         self.one_hot = nn.Buffer(torch.from_numpy(one_hot))
         self.obs_moments, self.return_moments = RunningMoments(len(one_hot)), RunningMoments(1)
         # The policy's -1 to 1 is the environment's low to high; what has no such bounds stays as it is.
-        self.low, self.high = actions.low, actions.high
-        finite = np.isfinite(actions.low) & np.isfinite(actions.high)
-        low, high = np.where(finite, actions.low, -1), np.where(finite, actions.high, 1)
+        self.low, self.high = actions.low.astype(np.float64), actions.high.astype(np.float64)
+        bounded = self.high - self.low < 1e9
+        low, high = np.where(bounded, self.low, -1), np.where(bounded, self.high, 1)
         self.scale, self.middle = (high - low) / 2, (high + low) / 2
 
     def normalize(self, obs: Tensor) -> Tensor:
@@ -400,8 +402,8 @@ class Agent(nn.Module):
 
         What is learnt from is the action before it was cut, for that is what π gives a density.
         """
-        actions = (actions.reshape(-1, *self.shape) * self.scale + self.middle).astype(np.float32)
-        return np.clip(actions, self.low, self.high)
+        wanted = actions.reshape(-1, *self.shape) * self.scale + self.middle
+        return np.clip(wanted, self.low, self.high).astype(self.dtype)
 
 
 def flatten_parameters(module: nn.Module) -> nn.Parameter:
@@ -600,7 +602,7 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout) -> None:
 
 @torch.no_grad()
 def action_figures(agent: Agent, rollout: Rollout) -> Figures:
-    """The policy's standard deviations, and the share of the rollout's actions that were cut at a bound."""
+    """The policy's standard deviations, and the share of the rollout's action entries cut at a bound."""
     std, actions = agent.log_std.exp(), rollout.actions[rollout.valid].numpy()
     wanted = actions.reshape(-1, *agent.shape) * agent.scale + agent.middle
     cut = (wanted < agent.low) | (wanted > agent.high)
@@ -718,12 +720,12 @@ def wide(figures: Figures, state: State, args: Args) -> bool:
 
 
 def outside(figures: Figures, state: State, args: Args) -> bool:
-    """> 80% of the actions are cut at the bounds: they hardly steer; lower --init-log-std, --learning-rate"""
+    """> 80% of action entries are cut at a bound and hardly steer: lower --init-log-std or --learning-rate"""
     return figures["losses/outside"] > 0.8
 
 
 def mismatch(figures: Figures, state: State, args: Args) -> bool:
-    """acting and learning log-probabilities differ by > 1e-4: two policies; try --device cpu, check `act`"""
+    """acting and learning policies differ by > 1e-4: off-policy data; try --device cpu, check `act`"""
     return figures["losses/policy_mismatch"] > 1e-4
 
 

@@ -89,7 +89,7 @@ def test_killed_runner_goes_on(copy):
     assert set(after) == expected
     assert {name: after[name] for name in before} == before  # finished ones were left alone
     for folder in (copy / "benchmarks/work").glob("tiny/*/*"):
-        assert len(list((folder / "runs").iterdir())) == 1, "done twice"
+        assert len(list(folder.glob("runs/*/checkpoint.pt"))) == 1, "done twice"
     content = json.loads((copy / "benchmarks/results/tiny/CartPole-v1_4000/1.json").read_text())
     assert len(content["final"]["greedy"]) == 2
     assert content["args"]["env_id"] == "CartPole-v1"
@@ -153,6 +153,7 @@ def test_uncommitted_code_is_refused(copy):
     status, output = finish(copy)
     assert status == 2
     assert "commit first" in output
+    assert "not stored: commit" in finish(copy, "--check", "--only", "CartPole")[1]
     assert not (copy / "benchmarks/results").exists()
 
 

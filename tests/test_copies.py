@@ -15,15 +15,15 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parent.parent
 ORIGINAL = "ppo.py"
-# For each copy: the parts that only it has, those that only ppo.py has, those of which each script has its own,
-# and those that are the same but for some lines of ppo.py (-) and of the copy (+).
+# For each copy: the parts that only it has, those that only ppo.py has, those of which each script has its
+# own, and those that are the same but for some lines of ppo.py (-) and of the copy (+).
 COPIES = {
     "ppo_continuous.py": {
         "added": "Args.init_log_std LOG_2PI action_figures narrow wide outside ADVICE|=",
         "missing": "collapse",
         "own": "check_spaces Agent.policy Agent.noise Agent.act Agent.env_actions log_prob entropy "
         "kl_divergence",
-        "lines": """
+        "lines": '''
 @ head
 - #     "gymnasium[classic-control,toy-text]>=1.1",
 + #     "gymnasium[classic-control,mujoco]>=1.1",
@@ -46,13 +46,14 @@ COPIES = {
 @ Agent.__init__
 - self.norm_obs, self.num_actions, self.first_action = args.norm_obs, int(actions.n), int(actions.start)
 - self.actor = MLP(len(one_hot), args.hidden_size, self.num_actions, gain=0.01)  # near-uniform at first
-+ self.norm_obs, self.num_actions, self.shape = args.norm_obs, math.prod(actions.shape), actions.shape
++ self.norm_obs, self.num_actions = args.norm_obs, math.prod(actions.shape)
++ self.shape, self.dtype = actions.shape, actions.dtype
 + self.actor = MLP(len(one_hot), args.hidden_size, self.num_actions, gain=0.01)  # near 0 at first
 + self.log_std = nn.Parameter(torch.full((self.num_actions,), args.init_log_std))  # for all states
 + # The policy's -1 to 1 is the environment's low to high; what has no such bounds stays as it is.
-+ self.low, self.high = actions.low, actions.high
-+ finite = np.isfinite(actions.low) & np.isfinite(actions.high)
-+ low, high = np.where(finite, actions.low, -1), np.where(finite, actions.high, 1)
++ self.low, self.high = actions.low.astype(np.float64), actions.high.astype(np.float64)
++ bounded = self.high - self.low < 1e9
++ low, high = np.where(bounded, self.low, -1), np.where(bounded, self.high, 1)
 + self.scale, self.middle = (high - low) / 2, (high + low) / 2
 @ Batch
 - # Rows to learn from: obs [B, D], normalised; actions [B]; what the old networks made of them, policy [B, A] =
@@ -81,7 +82,7 @@ COPIES = {
 - rollout, figures = Rollout(args, len(one_hot)), dict[str, float]()
 + rollout, figures = Rollout(args, len(one_hot), agent.num_actions), dict[str, float]()
 + figures |= action_figures(agent, rollout)
-""",  # noqa: E501
+''',  # noqa: E501
     },
 }
 
@@ -99,10 +100,8 @@ def name_of(statement: ast.stmt) -> str:
     if isinstance(statement, ast.ImportFrom):
         return f"from {statement.module}"
     if isinstance(statement, (ast.Assign, ast.AnnAssign)):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        return ",".join(
-            node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)
-        )
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
+        return ",".join(node.id for node in ast.walk(target) if isinstance(node, ast.Name))
     first, second, *_ = ast.unparse(statement).split()
     return first + second if isinstance(statement, ast.AugAssign) else f"{first} {second}"
 
@@ -138,14 +137,12 @@ def parts_of(text: str) -> dict[str, str]:
                 end = member.end_lineno
             else:
                 if statement.name == "Args":
-                    kind, value = member.annotation, member.value
-                    line, rest = (lines[x.end_lineno - 1].encode() for x in (kind, value))
-                    kept = line[: kind.end_col_offset] + rest[value.end_col_offset :]
-                    lines[kind.end_lineno - 1 : value.end_lineno] = [kept.decode()] + [""] * (
-                        value.end_lineno - kind.end_lineno
-                    )
+                    line = lines[member.lineno - 1].encode()
+                    kept = line[: member.annotation.end_col_offset] + line[member.value.end_col_offset :]
+                    lines[member.lineno - 1] = kept.decode()
                 add(f"{statement.name}.{name_of(member)}", member.end_lineno)
-    add("tail", len(lines))
+    if "".join(lines[end:]).strip():
+        add("tail", len(lines))
     return parts
 
 
@@ -190,7 +187,7 @@ def complaints(script: str, original: dict[str, str], copy: dict[str, str], row:
         if name in own or name in found:
             continue
         different, expected = changed_lines(original[name], copy[name]), lines.get(name, [])
-        if different != expected or (not expected and original[name] != copy[name]):
+        if different != expected:
             listed = "\nListed were only:\n" + "\n".join(expected) if expected else ""
             shown = "\n".join(different)
             found[name] = f"{script}: {name} is not as in {ORIGINAL}, which has - for +:\n{shown}{listed}"
@@ -223,8 +220,12 @@ def test_every_script_is_compared():
 def test_parts_are_the_whole_script(script):
     """Put together again, the parts are the script, but for blank lines and the settings' defaults."""
     whole = [line for line in read(script).splitlines() if line.strip()]
-    joined = [line for part in parts_of(read(script)).values() for line in part.splitlines() if line.strip()]
-    settings = range(whole.index("class Args:") + 1, whole.index("LOG_2PI" in read(script) and whole[0]))
+    parts = parts_of(read(script)).items()
+    joined = [(name, line) for name, part in parts for line in part.splitlines() if line.strip()]
+    for line, (name, part) in zip(whole, joined, strict=True):
+        assert part == line or (name.startswith("Args.") and line.startswith(f"{part} = "))
+
+
 @pytest.mark.parametrize("script", COPIES)
 def test_a_changed_character_is_noticed_in_every_part(script):
     """One character changed, in the copy or in the original, is reported for the part that it is in."""
