@@ -98,7 +98,7 @@ CLASSIC |= {"MountainCar-v0": 1_000_000, "LunarLander-v3": 1_000_000}
 SHORT = {"Acrobot-v1": 100_000, "LunarLander-v3": 300_000}
 DETAILS = {**SHORT, "MountainCar-v0": 300_000}
 DEATHS = {f"time_limit_as_death:TimeLimitAsDeath/{env_id}": steps for env_id, steps in DETAILS.items()}
-GRID = {"FrozenLake-v1": 100_000}
+ACROBOT, GRID = {"Acrobot-v1": 100_000}, {"FrozenLake-v1": 100_000}
 A2C = "--update-epochs 1 --num-minibatches 1 --num-steps 8 --no-norm-adv"
 
 EXPERIMENTS = [
@@ -109,6 +109,12 @@ EXPERIMENTS = [
     Experiment("epochs-4", "ppo.py", SHORT, 5, "--update-epochs 4"),
     Experiment("epochs-10", "ppo.py", SHORT, 5, "--update-epochs 10"),
     Experiment("epochs-30", "ppo.py", SHORT, 5, "--update-epochs 30"),
+    Experiment(
+        "epochs-10-no-clip", "ppo.py", ACROBOT, 5, "--update-epochs 10 --clip-coef 1000 --allow-unsafe"
+    ),
+    Experiment(
+        "epochs-30-no-clip", "ppo.py", ACROBOT, 5, "--update-epochs 30 --clip-coef 1000 --allow-unsafe"
+    ),
     Experiment("ppo", "ppo.py", GRID, 10),
     Experiment("a2c", "ppo.py", GRID, 10, A2C),
     Experiment("penalty-fixed", "ppo.py", SHORT, 5, "--surrogate kl-penalty"),
@@ -121,14 +127,14 @@ EXPERIMENTS = [
     # What a row of the classic table is with a flag of its own.
     Experiment("no-entropy-bonus", "ppo.py", {"Acrobot-v1": 500_000}, 10, "--ent-coef 0"),
     # The peer, with the settings that its own authors have tuned, under the same protocol.
-    Experiment("sb3-rl-zoo", "sb3", CLASSIC, 5, settings=RL_ZOO),
+    Experiment("sb3-rl-zoo", "sb3", CLASSIC, 3, settings=RL_ZOO),
 ]
 
 STUDIES = {
     "classic": Study(
         "ppo.py at its defaults, and Stable-Baselines3 with the RL Zoo's settings for each environment",
         {"ppo": "ppo.py", "sb3-rl-zoo": "Stable-Baselines3, RL Zoo's settings"},
-        CLASSIC,
+        {**CLASSIC, "CartPole-v1": 100_000},
         ("return", "return against seconds"),
     ),
     "epochs": Study(
@@ -142,6 +148,17 @@ STUDIES = {
         },
         SHORT,
         ("return", "kl", "clip_fraction"),
+    ),
+    "clip": Study(
+        "Many passes with and without the clip",
+        {
+            "epochs-10": "K = 10",
+            "epochs-10-no-clip": "K = 10, no clip",
+            "epochs-30": "K = 30",
+            "epochs-30-no-clip": "K = 30, no clip",
+        },
+        ACROBOT,
+        ("return", "kl"),
     ),
     "a2c": Study(
         "PPO and A2C on the 4×4 grid world, at equal steps",

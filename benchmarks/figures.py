@@ -48,7 +48,7 @@ def curve(axes: Axes, x: np.ndarray, y: np.ndarray, index: int, label: str) -> N
 def study_figure(study: Study, tasks: list, results: dict) -> Figure:
     """A column a task, a row a quantity."""
     rows, columns = len(study.quantities), len(tasks)
-    figure = Figure(figsize=(max(3.4 * columns, 6.5), 2.7 * rows + 0.9), layout="constrained")
+    figure = Figure(figsize=(max(2.7 * columns, 6.5), 2.4 * rows + 1), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
     for row, quantity in enumerate(study.quantities):
         name, _, against = quantity.partition(" against ")
@@ -63,7 +63,7 @@ def study_figure(study: Study, tasks: list, results: dict) -> Figure:
                 if against:
                     x = table_of(found, "seconds").mean(0)
                 curve(axes, x, y, index, f"{label} ({len(found)} seeds)")
-            axes.set_xlabel("seconds, two runs at a time" if against else "thousand environment steps")
+            axes.set_xlabel("seconds, two runs at a time" if against else "thousand steps")
             if name == "kl":
                 axes.set_yscale("log")
             if column == 0:
@@ -73,14 +73,14 @@ def study_figure(study: Study, tasks: list, results: dict) -> Figure:
     handles: dict[str, Any] = {}
     for axes in figure.axes:
         handles |= {text: handle for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(3, len(handles)))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2 if columns < 3 else 3)
     figure.suptitle(
-        f"{study.title}. Line: mean of the seeds; band: lowest to highest seed", fontsize="medium"
+        f"{study.title}\nline: mean of the seeds; band: lowest to highest seed", fontsize="medium"
     )
     return figure
 
 
-def clip_figure() -> Figure:
+def objective_figure() -> Figure:
     """The clipped objective of one row against its ratio, for both signs of the advantage, by `ppo_loss`."""
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     ratios, old, epsilon = torch.linspace(0.01, 2, 400), 0.4, 0.2
@@ -167,8 +167,11 @@ def draw(results: dict) -> Iterator[Path]:
             "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False, "font.size": 9,
         }  # fmt: skip
         with mpl.rc_context(style):
-            made = {name: study_figure(study, list(tasks(study)), results) for name, study in STUDIES.items()}
-            made |= {"clip": clip_figure(), "gae": gae_figure()}
+            made = {
+                name: study_figure(study, list(tasks(study.tasks)), results)
+                for name, study in STUDIES.items()
+            }
+            made |= {"objective": objective_figure(), "gae": gae_figure()}
             for name, figure in made.items():
                 path = FIGURES / f"{name}-{theme}.png"
                 figure.savefig(path, dpi=130, metadata={"Software": None})

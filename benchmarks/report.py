@@ -16,11 +16,11 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from experiments import HERE, RESULTS, STUDIES, Study, runs
+from experiments import CLASSIC, HERE, RESULTS, STUDIES, Study, runs
 
 ROOT, FIGURES = HERE.parent, HERE / "figures"
 Results = dict[tuple[str, tuple[str, int]], list[dict[str, Any]]]  # by experiment and task
@@ -77,9 +77,9 @@ def spread(scores: np.ndarray) -> str:
     return f"{scores.mean():.1f} ± {scores.std(ddof=1):.1f}"
 
 
-def tasks(study: Study) -> Iterator[tuple[str, int]]:
-    """The tasks of a study."""
-    for env_id, lengths in study.tasks.items():
+def tasks(listed: Mapping[str, int | tuple[int, ...]]) -> Iterator[tuple[str, int]]:
+    """Environment and steps, one by one."""
+    for env_id, lengths in listed.items():
         for steps in lengths if isinstance(lengths, tuple) else (lengths,):
             yield env_id, steps
 
@@ -95,7 +95,7 @@ def classic_table(results: Results) -> Iterator[list[str]]:
         *("environment", "steps", "seeds", "last 100 training episodes", "greedy", "greedy, IQM"),
         *("best published", "Stable-Baselines3 here, greedy", "P"),
     ]
-    rows = [("ppo", task, "") for task in tasks(STUDIES["classic"])]
+    rows = [("ppo", task, "") for task in tasks(CLASSIC)]
     rows.insert(3, ("no-entropy-bonus", ("Acrobot-v1", 500_000), ", `--ent-coef 0`"))
     for name, (env_id, steps), flags in rows:
         ours, theirs = results[name, (env_id, steps)], results["sb3-rl-zoo", (env_id, steps)]
@@ -125,7 +125,7 @@ def study_table(study: Study, results: Results) -> Iterator[list[str]]:
         "clip fraction",
         "entropy",
     ]
-    for task in tasks(study):
+    for task in tasks(study.tasks):
         for name, label in study.labels.items():
             found, default = results[name, task], results["ppo", task]
             means = [

@@ -201,7 +201,7 @@ def test_list_of_experiments_is_sound():
             ppo.check_args(tyro.cli(ppo.Args, args=run.flags))
     have = {(run.experiment.name, run.task) for run in listed}
     for study in experiments.STUDIES.values():
-        assert {(name, task) for name in study.labels for task in report.tasks(study)} <= have
+        assert {(name, task) for name in study.labels for task in report.tasks(study.tasks)} <= have
 
 
 STORED = [run for run in experiments.runs() if run.path.exists()]
@@ -261,7 +261,7 @@ def test_figures(tmp_path, monkeypatch):
     committed = {path.name for path in figures.FIGURES.iterdir()}
     monkeypatch.setattr(figures, "FIGURES", tmp_path)
     made = {path.name for path in figures.draw(report.load())}
-    names = {*experiments.STUDIES, "clip", "gae"}
+    names = {*experiments.STUDIES, "objective", "gae"}
     assert made == committed == {f"{name}-{theme}.png" for name in names for theme in ("light", "dark")}
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in made)
 
@@ -270,7 +270,7 @@ def test_drawn_objective_is_the_clipped_one():
     """The figure beside the equation shows min(r A, clip(r, 1 - ε, 1 + ε) A)."""
     import figures
 
-    for axes, advantage in zip(figures.clip_figure().axes, (1, -1), strict=True):
+    for axes, advantage in zip(figures.objective_figure().axes, (1, -1), strict=True):
         ratios, objective = (np.asarray(x, dtype=float) for x in axes.lines[1].get_data())
         expected = np.minimum(ratios * advantage, np.clip(ratios, 0.8, 1.2) * advantage)
         np.testing.assert_allclose(objective, expected, atol=1e-5)
