@@ -46,6 +46,11 @@ def score(results: list[dict[str, Any]], mode: str) -> np.ndarray:
     return np.array([np.mean(result["final"][mode]) for result in results])
 
 
+def mean_over_training(results: list[dict[str, Any]], quantity: str) -> np.ndarray:
+    """[seeds] mean of a learning curve, from where it begins: how good and how early."""
+    return np.array([np.mean([x for x in run["curve"][quantity] if x is not None]) for run in results])
+
+
 def interval(function: Callable, *scores: np.ndarray) -> tuple[float, float, float]:
     """A statistic of one or two sets of scores [seeds], and the ends of its 95% bootstrap interval."""
     from rliable.library import get_interval_estimates
@@ -62,7 +67,8 @@ def iqm(scores: np.ndarray) -> str:
     """Interquartile mean and its interval, as text."""
     from rliable.metrics import aggregate_iqm
 
-    return "{:.1f} [{:.1f}, {:.1f}]".format(*interval(aggregate_iqm, scores))
+    digits = 2 if abs(scores).max() <= 1 else 1
+    return "{:.{d}f} [{:.{d}f}, {:.{d}f}]".format(*interval(aggregate_iqm, scores), d=digits)
 
 
 def improvement(ours: np.ndarray, theirs: np.ndarray) -> str:
@@ -74,7 +80,8 @@ def improvement(ours: np.ndarray, theirs: np.ndarray) -> str:
 
 def spread(scores: np.ndarray) -> str:
     """Mean and standard deviation, as text."""
-    return f"{scores.mean():.1f} ± {scores.std(ddof=1):.1f}"
+    digits = 2 if abs(scores).max() <= 1 else 1
+    return f"{scores.mean():.{digits}f} ± {scores.std(ddof=1):.{digits}f}"
 
 
 def tasks(listed: Mapping[str, int | tuple[int, ...]]) -> Iterator[tuple[str, int]]:
@@ -116,31 +123,24 @@ def classic_table(results: Results) -> Iterator[list[str]]:
 def study_table(study: Study, results: Results) -> Iterator[list[str]]:
     """A study: its entries on each task, with what their updates were like, on average over training."""
     yield [
-        "task",
-        "entry",
-        "seeds",
-        "last 100 training episodes",
-        "greedy, IQM",
-        "KL",
-        "clip fraction",
-        "entropy",
+        *("task", "entry", "seeds", "last 100 training episodes", "greedy, IQM", "mean over training"),
+        *("P, default", "KL", "clip fraction", "entropy"),
     ]
     for task in tasks(study.tasks):
         for name, label in study.labels.items():
             found, default = results[name, task], results["ppo", task]
-            means = [
-                np.mean(
-                    [np.mean([x for x in result["curve"][quantity] if x is not None]) for result in found]
-                )
-                for quantity in ("kl", "clip_fraction", "entropy")
-            ]
+            over = mean_over_training(found, "return")
+            means = (
+                mean_over_training(found, quantity).mean() for quantity in ("kl", "clip_fraction", "entropy")
+            )
             yield [
                 f"{task[0]}, {short(task[1])}",
                 label,
                 f"{len(found)}",
                 spread(score(found, "training")),
-                "" if name == "ppo" else improvement(score(found, "training"), score(default, "training")),
                 iqm(score(found, "greedy")),
+                spread(over),
+                "" if name == "ppo" else improvement(over, mean_over_training(default, "return")),
                 *("{:.4f} {:.3f} {:.2f}".format(*means).split()),
             ]
 
