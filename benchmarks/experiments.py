@@ -104,26 +104,26 @@ A2C = "--update-epochs 1 --num-minibatches 1 --num-steps 8 --no-norm-adv"
 EXPERIMENTS = [
     Experiment("ppo", "ppo.py", CLASSIC, 10),
     # Studies. "ppo" is the default configuration again, at their lengths: what the others are compared with.
-    Experiment("ppo", "ppo.py", DETAILS, 5),
-    Experiment("epochs-1", "ppo.py", SHORT, 5, "--update-epochs 1"),
-    Experiment("epochs-4", "ppo.py", SHORT, 5, "--update-epochs 4"),
-    Experiment("epochs-10", "ppo.py", SHORT, 5, "--update-epochs 10"),
-    Experiment("epochs-30", "ppo.py", SHORT, 5, "--update-epochs 30"),
+    Experiment("ppo", "ppo.py", DETAILS, 3),
+    Experiment("epochs-1", "ppo.py", SHORT, 3, "--update-epochs 1"),
+    Experiment("epochs-4", "ppo.py", SHORT, 3, "--update-epochs 4"),
+    Experiment("epochs-10", "ppo.py", SHORT, 3, "--update-epochs 10"),
+    Experiment("epochs-30", "ppo.py", SHORT, 3, "--update-epochs 30"),
     Experiment(
-        "epochs-10-no-clip", "ppo.py", ACROBOT, 5, "--update-epochs 10 --clip-coef 1000 --allow-unsafe"
+        "epochs-10-no-clip", "ppo.py", ACROBOT, 3, "--update-epochs 10 --clip-coef 1000 --allow-unsafe"
     ),
     Experiment(
-        "epochs-30-no-clip", "ppo.py", ACROBOT, 5, "--update-epochs 30 --clip-coef 1000 --allow-unsafe"
+        "epochs-30-no-clip", "ppo.py", ACROBOT, 3, "--update-epochs 30 --clip-coef 1000 --allow-unsafe"
     ),
     Experiment("ppo", "ppo.py", GRID, 10),
     Experiment("a2c", "ppo.py", GRID, 10, A2C),
-    Experiment("penalty-fixed", "ppo.py", SHORT, 5, "--surrogate kl-penalty"),
-    Experiment("penalty-adaptive", "ppo.py", SHORT, 5, "--surrogate kl-penalty --adapt kl-coef"),
-    Experiment("clip-adaptive", "ppo.py", SHORT, 5, "--adapt clip-coef"),
-    Experiment("no-norm-adv", "ppo.py", DETAILS, 5, "--no-norm-adv"),
-    Experiment("clip-vloss", "ppo.py", DETAILS, 5, "--clip-vloss"),
-    Experiment("no-anneal-lr", "ppo.py", DETAILS, 5, "--no-anneal-lr"),
-    Experiment("time-limit-as-death", "ppo.py", DEATHS, 5),
+    Experiment("penalty-fixed", "ppo.py", SHORT, 3, "--surrogate kl-penalty"),
+    Experiment("penalty-adaptive", "ppo.py", SHORT, 3, "--surrogate kl-penalty --adapt kl-coef"),
+    Experiment("clip-adaptive", "ppo.py", SHORT, 3, "--adapt clip-coef"),
+    Experiment("no-norm-adv", "ppo.py", DETAILS, 3, "--no-norm-adv"),
+    Experiment("clip-vloss", "ppo.py", DETAILS, 3, "--clip-vloss"),
+    Experiment("no-anneal-lr", "ppo.py", DETAILS, 3, "--no-anneal-lr"),
+    Experiment("time-limit-as-death", "ppo.py", DEATHS, 3),
     # What a row of the classic table is with a flag of its own.
     Experiment("no-entropy-bonus", "ppo.py", {"Acrobot-v1": 500_000}, 10, "--ent-coef 0"),
     # The peer, with the settings that its own authors have tuned, under the same protocol.
