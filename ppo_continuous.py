@@ -46,7 +46,7 @@ import traceback
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -520,6 +520,7 @@ def gradient(agent: Agent, batch: Batch, state: State, args: Args) -> tuple[Tens
     return vector * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1), norm, figures
 
 
+@cache
 def compiled(function: Callable) -> Callable:
     """`function`, which may take gradients, as one graph for batches of any size."""
     from torch._dynamo import config

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -285,3 +287,14 @@ def test_throughput_command():
     for part in ("ppo.py --compile", "Stable-Baselines3", "environment", "advantages", "compiling"):
         assert part in output
     assert (experiments.RESULTS / "throughput.json").read_bytes() == before
+
+
+def test_commands_in_the_readmes_select_runs():
+    """Each pattern after --only is that of some runs, and each link and figure is a file."""
+    names = [run.name for run in experiments.runs()]
+    for folder in (ROOT, ROOT / "benchmarks"):
+        text = (folder / "README.md").read_text()
+        for pattern in re.findall(r"run\.py --only ('[^']+'|\S+)", text):
+            assert fnmatch.filter(names, f"*{pattern.strip(chr(39))}*"), pattern
+        for path in re.findall(r'(?:srcset|src)="([^"]+)"|\]\((?!http)([^)#]+)\)', text):
+            assert (folder / "".join(path)).is_file(), path
