@@ -195,8 +195,8 @@ def tables() -> dict[str, str]:
 def fill(document: str, made: dict[str, str]) -> str:
     """The document with what stands between its markers replaced by the tables."""
     return re.sub(
-        r"(<!-- table: ([\w-]+) -->\n).*?(\n<!-- end -->)",
-        lambda match: match[1] + made[match[2]] + match[3],
+        r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)",
+        lambda match: f"{match[1]}{made[match[2]]}\n{match[3]}",
         document,
         flags=re.DOTALL,
     )

@@ -244,6 +244,16 @@ def test_tables_match_the_stored_results():
     assert all(f"<!-- table: {name} -->" in everything for name in made)
 
 
+def test_fill_changes_nothing_but_the_tables():
+    """Empty and filled markers, side by side, get their tables; what stands around them stays."""
+    document = "a\n<!-- table: x -->\n<!-- end -->\nb\n<!-- table: y-1 -->\n| old |\n\n<!-- end -->\nc"
+    filled = report.fill(document, {"x": "| 1 |\n| 2 |", "y-1": "| 3 |"})
+    assert filled == (
+        "a\n<!-- table: x -->\n| 1 |\n| 2 |\n<!-- end -->\nb\n<!-- table: y-1 -->\n| 3 |\n<!-- end -->\nc"
+    )
+    assert report.fill(filled, {"x": "| 1 |\n| 2 |", "y-1": "| 3 |"}) == filled
+
+
 def test_statistics_of_the_tables():
     """Interquartile mean, spread and probability of improvement against their definitions."""
     ours, theirs = np.arange(1.0, 9.0), np.array([0.0, 4.5, 4.5, 20.0])
