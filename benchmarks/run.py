@@ -220,7 +220,8 @@ def run_one(run: Run) -> None:
 
 def work_through(todo: list[Run], jobs: int) -> int:
     """Do the runs in as many processes at a time as `jobs`; return how many failed."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell started it in the background
+        signal.signal(number, signal.default_int_handler)
     total, waiting, failed, shown = len(todo), list(todo), 0, time.monotonic()
     running: dict[subprocess.Popen, Run] = {}
     try:

@@ -81,7 +81,7 @@ def learn(reward, iterations=60, length=1, truncates=False, **settings):
     one_hot = np.zeros(1 + length, dtype=bool)
     before, agent = (ppo.Agent(args, one_hot, envs.single_action_space) for _ in range(2))
     before.load_state_dict(agent.state_dict())
-    optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam([ppo.flatten_parameters(agent)], args.learning_rate, eps=1e-5, fused=True)
     state = ppo.State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
     rollout, figures, history = ppo.Rollout(args, 1 + length), {}, []
     rollout.obs[-1] = torch.as_tensor(envs.reset(seed=1)[0])
