@@ -91,7 +91,8 @@ def learn(reward, iterations=60, length=1, truncates=False, **settings):
         figures = ppo.update(agent, optimizer, rollout, state, args)
         state.global_step += int(rollout.valid.sum())
         history.append(figures)
-    steps = int(optimizer.state[agent.critic[0].weight]["step"]) / iterations
+    (adam,) = optimizer.state.values()
+    steps = int(adam["step"]) / iterations
     return SimpleNamespace(before=before, agent=agent, args=args, state=state, history=history, steps=steps)
 
 
