@@ -40,7 +40,7 @@ import numpy as np
 from experiments import HERE, RESULTS, Run, runs
 from filelock import FileLock
 
-ROOT, WORK = HERE.parent, HERE / "work"
+ROOT, WORK = HERE.parent, HERE / "unfinished"
 POINTS = 50  # of a stored learning curve
 TAGS = {  # of a learning curve, by name in TensorBoard
     "charts/episodic_return_100": "return",

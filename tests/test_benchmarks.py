@@ -90,7 +90,7 @@ def test_killed_runner_goes_on(copy):
     after = stored(copy)
     assert set(after) == expected
     assert {name: after[name] for name in before} == before  # finished ones were left alone
-    for folder in (copy / "benchmarks/work").glob("tiny/*/*"):
+    for folder in (copy / "benchmarks/unfinished").glob("tiny/*/*"):
         assert len(list(folder.glob("runs/*/checkpoint.pt"))) == 1, "done twice"
     content = json.loads((copy / "benchmarks/results/tiny/CartPole-v1_4000/1.json").read_text())
     assert len(content["final"]["greedy"]) == 2
@@ -105,7 +105,7 @@ def test_interrupted_runs_go_on_from_their_checkpoint(copy):
     (copy / "benchmarks/experiments.py").write_text(text)
     flags = ("--only", "tiny/CartPole-v1", "--seeds", "1")
     process = start(copy, *flags)
-    log = copy / "benchmarks/work/tiny/CartPole-v1_40000/1/log.txt"
+    log = copy / "benchmarks/unfinished/tiny/CartPole-v1_40000/1/log.txt"
     while not log.exists() or "left" not in log.read_text():  # a status line: it trains
         assert process.poll() is None
         time.sleep(0.05)
