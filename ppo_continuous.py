@@ -526,7 +526,7 @@ def compiled(function: Callable) -> Callable:
     from torch._dynamo import config
 
     config.trace_autograd_ops = True
-    return torch.compile(function, dynamic=True, fullgraph=True)
+    return torch.compile(function, dynamic=True, fullgraph=True, options={"cpp_wrapper": True})
 
 
 def adapt(value: float, factor: float, bounds: tuple, measured: float, low: float, high: float) -> float:

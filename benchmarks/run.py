@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
-import importlib
+import importlib.util
 import io
 import json
 import operator
@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from experiments import HERE, RESULTS, Run, runs
+from experiments import HERE, RESULTS, Experiment, Run, runs
 from filelock import FileLock
 
 ROOT, WORK = HERE.parent, HERE / "unfinished"
@@ -99,6 +99,23 @@ def seconds_of(walls: np.ndarray, starts: list[float]) -> np.ndarray:
     return walls - np.array(starts)[session] + before[session]
 
 
+def load_script(experiment: Experiment, folder: Path) -> Any:
+    """The experiment's script as a module; one whose text is changed lies in `folder`."""
+    text = (ROOT / experiment.script).read_text()
+    for old, new in experiment.changes:
+        if text.count(old) != 1:
+            raise SystemExit(f"{experiment.name} changes {old!r}, which {experiment.script} must have once")
+        text = text.replace(old, new)
+    path = (folder if experiment.changes else ROOT) / experiment.script
+    if experiment.changes:
+        path.write_text(text)
+    spec = importlib.util.spec_from_file_location(f"{path.stem} of {experiment.name}", path)
+    assert spec and spec.loader
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look
+    spec.loader.exec_module(module)
+    return module
+
+
 def train(run: Run, folder: Path) -> tuple[dict[str, Any], dict[str, Any], Any]:
     """Train with one of our scripts in `folder`, or go on from the checkpoint there.
 
@@ -106,8 +123,7 @@ def train(run: Run, folder: Path) -> tuple[dict[str, Any], dict[str, Any], Any]:
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    sys.path.insert(0, str(ROOT))
-    script = importlib.import_module(run.experiment.script.removesuffix(".py"))
+    script = load_script(run.experiment, folder)
     args = script.tyro.cli(script.Args, args=run.flags)
     settings, before = script.asdict(args), Path.cwd()
     os.chdir(folder)
