@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from experiments import CLASSIC, HERE, RESULTS, STUDIES, Study, runs
+from experiments import CLASSIC, HERE, LOCOMOTION, MUJOCO, RESULTS, SCREENED, STUDIES, Study, runs
 
 ROOT, FIGURES = HERE.parent, HERE / "figures"
 Results = dict[tuple[str, tuple[str, int]], list[dict[str, Any]]]  # by experiment and task
@@ -29,6 +29,19 @@ PUBLISHED = {  # Stable-Baselines3's RL Zoo, benchmark.md, which has the setting
     "Acrobot-v1": "-73.5 ± 18.2 at 1M",
     "MountainCar-v0": "-110.4 ± 19.5 at 1M",
     "LunarLander-v3": "242.1 ± 31.8 at 1M (v2)",
+}
+BEST = {  # the best PPO at these steps that we found published: mean, spread, who, version
+    "HalfCheetah-v5": (5819.1, 663.5, "RL Zoo, v3"),
+    "Hopper-v5": (2609.3, 700.8, "Tianshou, v3"),
+    "Walker2d-v5": (4000.0, None, "ikostrikov"),
+    "Ant-v5": (3258.4, 1079.3, "Tianshou, v3"),
+    "Humanoid-v5": (787.1, 193.5, "Tianshou, v3"),
+    "Swimmer-v5": (281.6, 9.7, "RL Zoo, v3"),
+    "Reacher-v5": (-4.1, 0.3, "Tianshou, v2"),
+    "InvertedPendulum-v5": (1000.0, 0.0, "Tianshou, v2"),
+    "InvertedDoublePendulum-v5": (9231.3, 270.4, "Tianshou, v2"),
+    "Pusher-v5": (-40.4, 7.2, "CleanRL, v4"),
+    "Pendulum-v1": (-172.2, None, "RL Zoo, v1"),
 }
 
 
@@ -52,11 +65,14 @@ def mean_over_training(results: list[dict[str, Any]], quantity: str) -> np.ndarr
 
 
 def interval(function: Callable, *scores: np.ndarray) -> tuple[float, float, float]:
-    """A statistic of one or two sets of scores [seeds], and the ends of its 95% bootstrap interval."""
+    """A statistic of one or two sets of scores, [seeds] or [seeds, tasks], and the ends of its 95% interval.
+
+    The bootstrap draws the seeds of each task separately.
+    """
     from rliable.library import get_interval_estimates
 
     np.random.seed(0)  # rliable draws from NumPy's global generator  # noqa: NPY002
-    tables = tuple(x[:, None] for x in scores)  # [seeds, tasks]
+    tables = tuple(x.reshape(len(x), -1) for x in scores)  # [seeds, tasks]
     point, ends = get_interval_estimates(
         {"": tables if len(tables) > 1 else tables[0]}, lambda *x: np.array([function(*x)]), reps=2000
     )
@@ -120,6 +136,63 @@ def classic_table(results: Results) -> Iterator[list[str]]:
         ]
 
 
+def normalized(scores: np.ndarray, env_id: str) -> np.ndarray:
+    """Returns as multiples of the best published, or for costs that over ours: above 1 is better."""
+    best = BEST[env_id][0]
+    return scores / best if best > 0 else best / scores
+
+
+def mujoco_table(results: Results) -> Iterator[list[str]]:
+    """Continuous control: ours beside the best published, and as a multiple of it."""
+    yield [
+        *("environment", "steps", "seeds", "last 100 training episodes", "greedy", "greedy, IQM"),
+        *("best published", "ours / theirs"),
+    ]
+    ratios = []
+    rows = [("mujoco", task, "") for task in tasks(MUJOCO)]
+    for name, (env_id, steps), flags in rows:
+        ours = results[name, (env_id, steps)]
+        greedy, (mean, std, who) = score(ours, "greedy"), BEST[env_id]
+        ratio = normalized(greedy, env_id)
+        ratios.append(ratio.mean())
+        yield [
+            env_id + flags,
+            short(steps),
+            f"{len(ours)}",
+            spread(score(ours, "training")),
+            f"**{spread(greedy)}**",
+            iqm(greedy),
+            f"{mean:.1f}{'' if std is None else f' ± {std:.1f}'} ({who})",
+            f"{ratio.mean():.2f}",
+        ]
+    yield ["mean", "", "", "", "", "", "", f"**{np.mean(ratios):.2f}**"]
+
+
+def screening(results: Results) -> dict[str, tuple[list[np.ndarray], tuple[float, float, float]]]:
+    """By entry: training returns [seeds] of each task, and their normalised mean with its interval."""
+    from rliable.metrics import aggregate_mean
+
+    found = {}
+    for name in SCREENED:
+        each = [score(results[f"mujoco-{name}", task], "training") for task in tasks(LOCOMOTION)]
+        scaled = [normalized(x, env_id) for x, env_id in zip(each, LOCOMOTION, strict=True)]
+        found[name] = each, interval(aggregate_mean, np.stack(scaled, 1))
+    return found
+
+
+def screening_table(results: Results) -> Iterator[list[str]]:
+    """The screening of continuous control's details, the best first."""
+    yield [
+        "entry",
+        *(f"{env_id}, {short(steps)}" for env_id, steps in LOCOMOTION.items()),
+        "of the best published",
+    ]
+    found = screening(results)
+    for name in sorted(found, key=lambda name: -found[name][1][0]):
+        each, ends = found[name]
+        yield [SCREENED[name][0], *map(spread, each), "**{:.2f}** [{:.2f}, {:.2f}]".format(*ends)]
+
+
 def study_table(study: Study, results: Results) -> Iterator[list[str]]:
     """A study: its entries on each task, with what their updates were like, on average over training."""
     yield [
@@ -181,6 +254,7 @@ def tables() -> dict[str, str]:
     """All tables as Markdown, by name."""
     results = load()
     made = {"classic": classic_table(results)}
+    made |= {"mujoco": mujoco_table(results), "screening": screening_table(results)}
     made |= {name: study_table(study, results) for name, study in STUDIES.items() if name != "classic"}
     speed = json.loads((RESULTS / "throughput.json").read_text())["rows"]
     made |= {f"speed-{env_id}": speed_table(speed, env_id) for env_id in ("CartPole-v1", "HalfCheetah-v5")}

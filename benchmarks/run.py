@@ -110,7 +110,8 @@ def load_script(experiment: Experiment, folder: Path) -> Any:
     if experiment.changes:
         path.write_text(text)
     spec = importlib.util.spec_from_file_location(f"{path.stem} of {experiment.name}", path)
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look
     spec.loader.exec_module(module)
     return module
