@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import torch
-from experiments import HERE, STUDIES, Study
+from experiments import HERE, LOCOMOTION, MUJOCO, SCREENED, STUDIES, Study
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -77,6 +77,48 @@ def study_figure(study: Study, tasks: list, results: dict) -> Figure:
     figure.suptitle(
         f"{study.title}\nline: mean of the seeds; band: lowest to highest seed", fontsize="medium"
     )
+    return figure
+
+
+def mujoco_figure(results: dict) -> Figure:
+    """Learning curves of continuous control, each beside the best published return."""
+    from report import BEST
+
+    figure = Figure(figsize=(9, 6.6), layout="constrained")
+    grid = figure.subplots(3, 4)
+    for axes, (env_id, steps) in zip(grid.flat, MUJOCO.items(), strict=False):
+        y = table_of(results["mujoco", (env_id, steps)], "return")
+        x = (np.arange(y.shape[1]) + 0.5) / y.shape[1] * steps / 1000
+        curve(axes, x, y, 0, "ppo_continuous.py, with sampled actions")
+        axes.axhline(BEST[env_id][0], color=COLORS[1], linestyle="--", label="best published")
+        axes.set_title(f"{env_id} ({len(y)} seeds)", fontsize="medium")
+    grid[-1][-1].axis("off")
+    grid[-1][-1].legend(*grid[0][0].get_legend_handles_labels(), loc="center")
+    figure.supxlabel("thousand steps", fontsize="medium")
+    figure.supylabel("return (last 100 episodes)", fontsize="medium")
+    figure.suptitle("line: mean of the seeds; band: lowest to highest seed", fontsize="medium")
+    return figure
+
+
+def screening_figure(results: dict) -> Figure:
+    """The screening of continuous control's details: each entry's return over the best published."""
+    from report import normalized, screening
+
+    found = screening(results)
+    ordered = sorted(found, key=lambda name: found[name][1][0])
+    figure = Figure(figsize=(8, 1.2 + 0.27 * len(ordered)), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(found["start"][1][0], color="gray", linewidth=0.8, linestyle=":")
+    for index, (env_id, marker) in enumerate(zip(LOCOMOTION, "^sv", strict=True)):
+        means = [normalized(found[name][0][index], env_id).mean() for name in ordered]
+        style = {"color": COLORS[index + 1], "markersize": 4, "alpha": 0.8}
+        axes.plot(means, range(len(ordered)), marker, **style, label=env_id)
+    points, lows, highs = np.array([found[name][1] for name in ordered]).T
+    ends = points - lows, highs - points
+    axes.errorbar(points, range(len(ordered)), xerr=ends, fmt="o", color=COLORS[0], label="mean of the three")
+    axes.set_yticks(range(len(ordered)), [SCREENED[name][0] for name in ordered])
+    axes.set_xlabel("return in training after 300,000 steps, as a multiple of the best published after 1M")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 
@@ -171,6 +213,7 @@ def draw(results: dict) -> Iterator[Path]:
                 name: study_figure(study, list(tasks(study.tasks)), results)
                 for name, study in STUDIES.items()
             }
+            made |= {"mujoco": mujoco_figure(results), "screening": screening_figure(results)}
             made |= {"objective": objective_figure(), "gae": gae_figure()}
             for name, figure in made.items():
                 path = FIGURES / f"{name}-{theme}.png"

@@ -218,36 +218,33 @@ def study_table(study: Study, results: Results) -> Iterator[list[str]]:
             ]
 
 
-def speed_table(rows: list[dict[str, Any]], env_id: str) -> Iterator[list[str]]:
-    """What throughput.py stored of an environment."""
-    yield [
-        *("environments", "steps/s", "with `--compile`", "Stable-Baselines3", "ratio", "with `--compile`"),
-        "memory, MiB",
-    ]
-    for row in (row for row in rows if row["env_id"] == env_id):
-        three = [row[who] for who in ("ours", "compiled", "sb3")]
+def speed_table(rows: list[dict[str, Any]], env_ids: tuple[str, ...]) -> Iterator[list[str]]:
+    """What throughput.py stored of some environments."""
+    rows = [row for row in rows if row["env_id"] in env_ids]
+    labels = {"ours": "steps/s", "compiled": "`--compile`", "workers": "`--compile --async-envs`"}
+    labels = {who: label for who, label in labels.items() if who in rows[0]}
+    ratios = ("ratio", *list(labels.values())[1:])
+    yield ["environment", "N", *labels.values(), "Stable-Baselines3", *ratios, "memory, MiB"]
+    for row in rows:
         yield [
+            row["env_id"],
             f"{row['num_envs']:,}",
-            *("{1:,.0f} ({0:,.0f} to {2:,.0f})".format(*who["sps"]) for who in three),
-            *("**{1:.2f}** ({0:.2f} to {2:.2f})".format(*who["ratio"]) for who in three[:2]),
-            ", ".join(f"{who['mib']:,}" for who in three),
+            *("{1:,.0f} ({0:,.0f} to {2:,.0f})".format(*row[who]["sps"]) for who in (*labels, "sb3")),
+            *("**{1:.2f}** ({0:.2f} to {2:.2f})".format(*row[who]["ratio"]) for who in labels),
+            ", ".join(f"{row[who]['mib']:,}" for who in (*labels, "sb3") if who != "workers"),
         ]
 
 
 def shares_table(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
     """Where the time of our scripts goes."""
-    yield ["environment", "environments", "", *rows[0]["ours"]["shares"], "compiling, s"]
+    yield ["environment", "N", "", *rows[0]["ours"]["shares"], "compiling, s"]
+    labels = {"ours": "eager", "compiled": "`--compile`", "workers": "`--compile --async-envs`"}
     for row in rows:
-        for who, label in (("ours", "eager"), ("compiled", "`--compile`")):
+        for who in (who for who in labels if who in row):
             compiling = row[who].get("compiling")
             shares = (f"{share:.0%}" for share in row[who]["shares"].values())
-            yield [
-                row["env_id"],
-                f"{row['num_envs']:,}",
-                label,
-                *shares,
-                f"{compiling[1]:.0f}" if compiling else "",
-            ]
+            last = f"{compiling[1]:.0f}" if compiling else ""
+            yield [row["env_id"], f"{row['num_envs']:,}", labels[who], *shares, last]
 
 
 def tables() -> dict[str, str]:
@@ -256,8 +253,9 @@ def tables() -> dict[str, str]:
     made = {"classic": classic_table(results)}
     made |= {"mujoco": mujoco_table(results), "screening": screening_table(results)}
     made |= {name: study_table(study, results) for name, study in STUDIES.items() if name != "classic"}
-    speed = json.loads((RESULTS / "throughput.json").read_text())["rows"]
-    made |= {f"speed-{env_id}": speed_table(speed, env_id) for env_id in ("CartPole-v1", "HalfCheetah-v5")}
+    speed = json.loads((RESULTS / "throughput.json").read_text())
+    made["speed-classic"] = speed_table(speed, ("CartPole-v1",))
+    made["speed-mujoco"] = speed_table(speed, ("HalfCheetah-v5", "Humanoid-v5"))
     made["shares"] = shares_table(speed)
     text = {}
     for name, rows in made.items():

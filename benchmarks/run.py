@@ -298,6 +298,15 @@ def short_run(run: Run) -> dict[str, Any]:
     return {tag: [event.value for event in log.Scalars(tag)] for tag in tags} | returns
 
 
+def short_runs(selected: list[Run]) -> list[Run]:
+    """A short run of each experiment of ours, on its first environment."""
+    ours = (run for run in selected if run.experiment.script != "sb3")
+    first = (run for run in ours if run.env_id == next(iter(run.experiment.steps)))
+    return list(
+        {short.name: short for short in (replace(run, steps=8_000, seed=1) for run in first)}.values()
+    )
+
+
 def check(selected: list[Run], committed: bool) -> int:
     """Repeat a short run of each experiment and compare it with the stored one, bit for bit.
 
@@ -305,9 +314,8 @@ def check(selected: list[Run], committed: bool) -> int:
     """
     path, differ = RESULTS / "short-runs.json", 0
     stored = json.loads(path.read_text()) if path.exists() else {}
-    ours = [replace(run, steps=8_000, seed=1) for run in selected if run.experiment.script != "sb3"]
-    for name, run in {run.name: run for run in ours}.items():
-        now = short_run(run)
+    for run in short_runs(selected):
+        name, now = run.name, short_run(run)
         if name not in stored and not committed:
             verdict = "new, not stored: commit the code first"
         elif name not in stored:

@@ -1,17 +1,17 @@
 """Steps a second of our scripts beside Stable-Baselines3's PPO, at the same settings, in alternation.
 
-    python benchmarks/throughput.py                     # everything, some 12 minutes on an idle machine
     python benchmarks/throughput.py --env-id CartPole-v1 --num-envs 4
-    python benchmarks/throughput.py --env-id HalfCheetah-v5
+    python benchmarks/throughput.py --store             # everything, some 25 minutes on an idle machine
 
 CartPole runs with ppo.py at CleanRL's settings (128 steps, 4 minibatches, 4 epochs, 64-64 tanh) and 1 to
-1,024 environments; HalfCheetah with ppo_continuous.py (8 environments, 256 steps, minibatches of 64, 10
-epochs), with observations normalised and rewards scaled by both. Each run is a process of its own with one
-thread, ours also with --compile. What counts is the training loop as a user runs it, from the second
-iteration on: ours with TensorBoard, advice and status lines, Stable-Baselines3's `learn` without a logger.
-Start-up, compiling (which is stated) and evaluation count for none. An absolute figure says little on a
-shared machine; the ratio of neighbouring runs says more. Without flags, the figures are stored for
-`report.py` to make the tables of.
+1,024 environments; HalfCheetah and Humanoid with ppo_continuous.py (8 environments, 256 steps, minibatches of
+64, 10 epochs), with observations normalised and rewards scaled by both. Each run is a process of its own with
+one thread, ours also with --compile, and with --async-envs, which are processes more, where that may pay.
+What counts is the training loop as a user runs it, from the second iteration on: ours with TensorBoard, advice
+and status lines, Stable-Baselines3's `learn` without a logger. Start-up, compiling (which is stated) and
+evaluation count for none. An absolute figure says little on a shared machine; the ratio of neighbouring runs
+says more. With --store, the figures replace those that
+`report.py` makes the tables of.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import contextlib
 import importlib
 import io
 import json
+import operator
 import os
 import resource
 import statistics
@@ -34,10 +35,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments import RESULTS
-from run import provenance, write
+from run import git, provenance, write
 
 ROOT = Path(__file__).resolve().parent.parent
-WHO = {"ours": "", "compiled": " --compile", "sb3": "Stable-Baselines3"}
+FLAGS = {"ours": "", "compiled": " --compile", "workers": " --compile --async-envs"}
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,19 @@ class Case:
     epochs: int
     learning_rate: float
     normalize: bool
+    who: tuple[str, ...] = (*FLAGS, "sb3")
 
 
 CASES = {
-    "CartPole-v1": Case("ppo", (1, 4, 16, 64, 256, 1024), 128, 4, 4, 2.5e-4, normalize=False),
-    "HalfCheetah-v5": Case("ppo_continuous", (8,), 256, 32, 10, 3e-4, normalize=True),
+    "CartPole-v1": Case(
+        "ppo", (1, 4, 16, 64, 256, 1024), 128, 4, 4, 2.5e-4, False, ("ours", "compiled", "sb3")
+    ),
+    "HalfCheetah-v5": Case("ppo_continuous", (8,), 256, 32, 10, 3e-4, True),
+    "Humanoid-v5": Case("ppo_continuous", (8,), 256, 32, 10, 3e-4, True),
 }
 
 
-def run_ours(case: Case, env_id: str, num_envs: int, timesteps: int, compiled: bool) -> dict[str, Any]:
+def run_ours(case: Case, env_id: str, num_envs: int, timesteps: int, who: str) -> dict[str, Any]:
     """Train in a temporary folder: steps a second, shares of time by part, and seconds of compiling."""
     sys.path.insert(0, str(ROOT))
     script = importlib.import_module(case.script)
@@ -101,7 +106,8 @@ def run_ours(case: Case, env_id: str, num_envs: int, timesteps: int, compiled: b
         env_id=env_id, num_envs=num_envs, total_timesteps=timesteps, num_steps=case.num_steps,
         num_minibatches=case.minibatches, update_epochs=case.epochs, learning_rate=case.learning_rate,
         gae_lambda=0.95, norm_adv=True, recompute_advantages=False, norm_obs=case.normalize,
-        norm_rewards=case.normalize, compile=compiled,
+        norm_rewards=case.normalize, compile=who != "ours",
+        async_envs=who == "workers",
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         os.chdir(folder)
@@ -171,12 +177,13 @@ def spread(values: list[float]) -> list[float]:
 
 def compare(env_id: str, num_envs: int, timesteps: int, rounds: int) -> dict[str, Any]:
     """All in alternation; of speeds, and ratios to Stable-Baselines3, the lowest, median and highest."""
-    runs: dict[str, list[dict[str, Any]]] = {who: [] for who in WHO}
+    runs: dict[str, list[dict[str, Any]]] = {who: [] for who in CASES[env_id].who}
     for _ in range(rounds):
-        for who in WHO:
+        for who in runs:
             runs[who].append(measure(who, env_id, num_envs, timesteps))
-    row: dict[str, Any] = {"env_id": env_id, "num_envs": num_envs, "timesteps": timesteps}
-    for who in WHO:
+    about = {"env_id": env_id, "num_envs": num_envs, "timesteps": timesteps, "rounds": rounds}
+    row: dict[str, Any] = about | provenance()
+    for who in runs:
         row[who] = {"sps": spread([run["sps"] for run in runs[who]])}
         row[who]["mib"] = round(statistics.median(run["mib"] for run in runs[who]))
         if who != "sb3":
@@ -186,7 +193,8 @@ def compare(env_id: str, num_envs: int, timesteps: int, rounds: int) -> dict[str
             row[who]["shares"] = {
                 part: spread([run["shares"][part] for run in runs[who]])[1] for part in parts
             }
-    row["compiled"]["compiling"] = spread([run["compiling"] for run in runs["compiled"]])
+        if who in ("compiled", "workers"):
+            row[who]["compiling"] = spread([run["compiling"] for run in runs[who]])
     return row
 
 
@@ -197,27 +205,30 @@ def main() -> None:
     parser.add_argument("--num-envs", type=int, help="only with so many environments")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each, in alternation")
     parser.add_argument("--timesteps", type=int, help="transitions of a run; default: some seconds' worth")
-    parser.add_argument("--one", choices=WHO, help=argparse.SUPPRESS)
+    parser.add_argument("--store", action="store_true", help="keep the figures for the tables")
+    parser.add_argument("--one", choices=(*FLAGS, "sb3"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         one = CASES[options.env_id], options.env_id, options.num_envs, options.timesteps
-        result = run_sb3(*one) if options.one == "sb3" else run_ours(*one, options.one == "compiled")
+        result = run_sb3(*one) if options.one == "sb3" else run_ours(*one, options.one)
         result["mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps(result))
         return
+    code = {"benchmarks/throughput.py", *(f"{case.script}.py" for case in CASES.values())}
+    if options.store and (changed := git("status", "--porcelain", "--", *sorted(code))):
+        parser.error(f"stored figures name their commit: commit first what has changed: {changed}")
     print(f"steps a second, median and range of {options.rounds} rounds; ratio to Stable-Baselines3; memory")
-    rows = []
     for env_id, case in CASES.items():
         for num_envs in (options.num_envs,) if options.num_envs else case.sizes:
             if env_id != (options.env_id or env_id):
                 continue
             steps = options.timesteps or max(30_000, 6 * case.num_steps * num_envs)
-            rows.append(row := compare(env_id, num_envs, steps, options.rounds))
+            row = compare(env_id, num_envs, steps, options.rounds)
             print(f"{env_id}, {num_envs:,} environments, {steps:,} steps")
-            for who, label in WHO.items():
-                name = label if who == "sb3" else f"{case.script}.py{label}"
+            for who in case.who:
+                name = "Stable-Baselines3" if who == "sb3" else f"{case.script}.py{FLAGS[who]}"
                 low, median, high = row[who]["sps"]
-                print(f"  {name:<27}{median:>8,.0f} ({low:,.0f} to {high:,.0f})", end="")
+                print(f"  {name:<40}{median:>8,.0f} ({low:,.0f} to {high:,.0f})", end="")
                 if "ratio" in row[who]:
                     print("  {1:.2f} ({0:.2f} to {2:.2f})".format(*row[who]["ratio"]), end="")
                 print(f"  {row[who]['mib']:,} MiB")
@@ -226,8 +237,10 @@ def main() -> None:
                     print("    " + ", ".join(f"{part} {share:.0%}" for part, share in shares), end="")
                     compiling = row[who].get("compiling")
                     print(f"; compiling {compiling[1]:.0f} s" if compiling else "", flush=True)
-    if not (options.env_id or options.num_envs):
-        write(RESULTS / "throughput.json", provenance() | {"rounds": options.rounds, "rows": rows})
+            if options.store:
+                path, key = RESULTS / "throughput.json", operator.itemgetter("env_id", "num_envs")
+                kept = json.loads(path.read_text()) if path.exists() else []
+                write(path, sorted([*(old for old in kept if key(old) != key(row)), row], key=key))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import experiments
@@ -20,11 +21,14 @@ import numpy as np
 import pytest
 import report
 import run as runner
+import torch
 import tyro
 
 import ppo
+import ppo_continuous
 
 ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = {"ppo.py": ppo, "ppo_continuous.py": ppo_continuous}
 
 TINY = """
 EXPERIMENTS[:] = [
@@ -176,6 +180,26 @@ def test_check_notices_a_change(copy):
     assert "DIFFERS" in output
 
 
+def test_changes_of_a_script(tmp_path):
+    """Each listed change is of text that its script has once, and is what the changed script runs."""
+    changed = {run.experiment.name: run.experiment for run in experiments.runs() if run.experiment.changes}
+    assert changed
+    for experiment in changed.values():
+        module = runner.load_script(experiment, tmp_path)
+        text = (tmp_path / experiment.script).read_text()
+        assert all(new in text for _, new in experiment.changes)
+        assert Path(module.__file__) == tmp_path / experiment.script
+    relu = runner.load_script(changed["mujoco-relu"], tmp_path)
+    torch.manual_seed(0)
+    mlp, x = relu.MLP(3, 8, 2, 1.0), torch.randn(5, 3)
+    (first, b1), (second, b2), (last, b3) = mlp.layers
+    expected = ((x @ first.T + b1).clamp(0) @ second.T + b2).clamp(0) @ last.T + b3
+    assert torch.allclose(mlp(x), expected, atol=1e-6)
+    broken = replace(changed["mujoco-relu"], changes=(("no such text", ""),))
+    with pytest.raises(SystemExit, match="must have once"):
+        runner.load_script(broken, tmp_path)
+
+
 def test_thin():
     """Means over equal parts of the steps, the last part including what is beyond; None for what is empty."""
     steps = np.array([1, 20, 21, 60, 1000, 1010])
@@ -199,8 +223,9 @@ def test_list_of_experiments_is_sound():
     assert len({run.name for run in listed}) == len(listed)
     for run in {(run.experiment.name, run.env_id): run for run in listed}.values():
         assert gym.make(run.env_id).spec
-        if run.experiment.script == "ppo.py":
-            ppo.check_args(tyro.cli(ppo.Args, args=run.flags))
+        if run.experiment.script != "sb3":
+            script = SCRIPTS[run.experiment.script]
+            script.check_args(tyro.cli(script.Args, args=run.flags))
     have = {(run.experiment.name, run.task) for run in listed}
     for study in experiments.STUDIES.values():
         assert {(name, task) for name in study.labels for task in report.tasks(study.tasks)} <= have
@@ -220,8 +245,8 @@ def test_stored_results_are_those_of_the_list():
         assert result["run"] == run.name
         assert len(result["commit"]) == 40
         assert len(result["final"]["greedy"]) == len(result["final"]["stochastic"]) == 10
-        if run.experiment.script == "ppo.py":
-            now = ppo.asdict(tyro.cli(ppo.Args, args=run.flags))
+        if run.experiment.script != "sb3":
+            now = ppo.asdict(tyro.cli(SCRIPTS[run.experiment.script].Args, args=run.flags))
             assert now | result["args"] == now  # but for settings that are newer than the result
             assert (
                 abs(result["seconds"] - max(x or 0 for x in result["curve"]["seconds"])) < result["seconds"]
@@ -231,8 +256,7 @@ def test_stored_results_are_those_of_the_list():
 def test_every_listed_code_has_a_short_run():
     """`run.py --check` has something to compare with for all that is stored."""
     short = json.loads((experiments.RESULTS / "short-runs.json").read_text())
-    ours = [run for run in STORED if run.experiment.script != "sb3"]
-    assert {ppo.replace(run, steps=8_000, seed=1).name for run in ours} == set(short)
+    assert {run.name for run in runner.short_runs(STORED)} == set(short)
 
 
 def test_tables_match_the_stored_results():
@@ -274,7 +298,7 @@ def test_figures(tmp_path, monkeypatch):
     committed = {path.name for path in figures.FIGURES.iterdir()}
     monkeypatch.setattr(figures, "FIGURES", tmp_path)
     made = {path.name for path in figures.draw(report.load())}
-    names = {*experiments.STUDIES, "objective", "gae"}
+    names = {*experiments.STUDIES, "mujoco", "screening", "objective", "gae"}
     assert made == committed == {f"{name}-{theme}.png" for name in names for theme in ("light", "dark")}
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in made)
 
