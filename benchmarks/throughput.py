@@ -7,8 +7,8 @@ CartPole runs with ppo.py at CleanRL's settings (128 steps, 4 minibatches, 4 epo
 1,024 environments; HalfCheetah and Humanoid with ppo_continuous.py (8 environments, 256 steps, minibatches of
 64, 10 epochs), with observations normalised and rewards scaled by both. Each run is a process of its own with
 one thread, ours also with --compile, and with --async-envs, which are processes more, where that may pay.
-What counts is the training loop as a user runs it, from the second iteration on: ours with TensorBoard, advice
-and status lines, Stable-Baselines3's `learn` without a logger. Start-up, compiling (which is stated) and
+What counts is the training loop as a user runs it, from the second iteration on: ours with TensorBoard and
+status lines, Stable-Baselines3's `learn` without a logger. Start-up, compiling (which is stated) and
 evaluation count for none. An absolute figure says little on a shared machine; the ratio of neighbouring runs
 says more. With --store, the figures replace those that
 `report.py` makes the tables of.

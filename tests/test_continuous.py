@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,20 +20,19 @@ import pytest
 import scripted_envs
 import torch
 from gymnasium import spaces
+from helpers import (
+    brute_force_gae,
+    brute_force_rewards,
+    float64,
+    helpers_of,
+    layer_pairs,
+    weights,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stable_baselines3 import PPO
 from stable_baselines3.common.logger import Logger
-from test_equations import (
-    brute_force_gae,
-    brute_force_rewards,
-    float64,
-    layer_pairs,
-    random_ends,
-    weights,
-)
 from torch.distributions import Independent, Normal, kl_divergence
-from torch.optim import Adam
 
 import ppo_continuous as ppo
 
@@ -46,39 +45,13 @@ INF = math.inf
 
 # Helpers
 
+of_ppo = helpers_of(ppo)
+make_state, make_optimizer = of_ppo.make_state, of_ppo.make_optimizer
+make_rollout, learn = of_ppo.make_rollout, of_ppo.learn
+
 
 def make_args(**changes):
-    """Settings that these tests rely on, whatever the defaults are."""
-    plain = {
-        "num_envs": 4,
-        "num_steps": 12,
-        "learning_rate": 3e-3,
-        "update_epochs": 3,
-        "num_minibatches": 2,
-        "surrogate": "clip",
-        "clip_coef": 0.2,
-        "clip_vloss": False,
-        "norm_adv": True,
-        "norm_obs": True,
-        "norm_rewards": True,
-        "recompute_advantages": False,
-        "target_kl": None,
-        "adapt": "none",
-        "ent_coef": 0.01,
-        "vf_coef": 0.5,
-        "kl_coef": 1.0,
-        "max_grad_norm": 0.5,
-        "gamma": 0.97,
-        "gae_lambda": 0.9,
-        "hidden_size": 64,
-        "init_log_std": -0.5,
-        "device": "cpu",
-    }
-    return replace(ppo.Args(), **plain | changes)
-
-
-def make_state(args):
-    return ppo.State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
+    return of_ppo.make_args(**{"init_log_std": -0.5, "device": "cpu"} | changes)
 
 
 def make_agent(args, space=None, seed=0, size=D):
@@ -94,32 +67,6 @@ def make_agent(args, space=None, seed=0, size=D):
     agent.obs_moments.update(0.5 + 2 * torch.randn(50, size))
     agent.return_moments.update(1 + 3 * torch.randn(50, 1))
     return agent
-
-
-def make_optimizer(agent):
-    return Adam([ppo.flatten_parameters(agent)], 0.123, eps=1e-5)  # `update` sets the learning rate
-
-
-def make_rollout(args, agent, seed=0, chance=0.2):
-    """A rollout of random observations and rewards, with actions that the agent has sampled."""
-    rng = np.random.default_rng(seed)
-    rollout = ppo.Rollout(args, D, agent.num_actions)
-    ends = random_ends(rng, args.num_steps, args.num_envs, chance)
-    rollout.terminated, rollout.truncated, rollout.valid = map(torch.from_numpy, ends)
-    rollout.obs.copy_(torch.from_numpy(1 + 2 * rng.normal(size=rollout.obs.shape)))
-    rollout.rewards.copy_(torch.from_numpy((0.3 + rng.normal(size=rollout.rewards.shape)) * ends[2]))
-    rollout.discounted_return.copy_(torch.from_numpy(rng.normal(size=args.num_envs)))
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        rollout.actions, policy = agent.act(rollout.obs[:-1], agent.noise(*rollout.rewards.shape))
-    rollout.acting_policy = policy[-1]
-    return rollout
-
-
-def learn(agent, rollout, args, optimizer=None, seed=0):
-    """`ppo.update` with its permutations seeded."""
-    torch.manual_seed(seed)
-    return ppo.update(agent, optimizer or make_optimizer(agent), rollout, make_state(args), args)
 
 
 def normal(policy):
