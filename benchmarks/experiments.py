@@ -154,7 +154,7 @@ PER_STEP = (
         "        first_step, start, saved,",
     ),
 )
-CONFIRMED = ("start", "envs-32", "envs-32-norm-adv")  # at the table's length
+CONFIRMED = ("start", "envs-16", "envs-32", "envs-32-norm-adv")  # at the table's length
 RELU = tuple((f"*{layer}).tanh()", f"*{layer}).relu()") for layer in ("first", "second"))
 SCREENED = {  # by name: label, flags, changes of the script's text
     "start": ("the start", "", ()),
@@ -162,6 +162,7 @@ SCREENED = {  # by name: label, flags, changes of the script's text
     "norm-adv": ("advantages normalised in each minibatch", "--norm-adv", ()),
     "no-recompute": ("advantages not recomputed", "--no-recompute-advantages", ()),
     "std-1": ("initial log std 0", "--init-log-std 0", ()),
+    "envs-16": ("16 × 128 steps", "--num-envs 16 --num-steps 128", ()),
     "envs-32": ("32 × 64 steps", "--num-envs 32 --num-steps 64", ()),
     "envs-32-norm-adv": (
         "32 × 64 steps, advantages normalised",
@@ -215,7 +216,7 @@ EXPERIMENTS = [
         for name, (_, flags, changes) in SCREENED.items()
     ),
     *(
-        Experiment(f"mujoco-{name}", "ppo_continuous.py", CONFIRM, 1, f"{START} {SCREENED[name][1]}", (), 11)
+        Experiment(f"mujoco-{name}", "ppo_continuous.py", CONFIRM, 2, f"{START} {SCREENED[name][1]}", (), 11)
         for name in CONFIRMED
     ),
     # The peer, with the settings that its own authors have tuned, under the same protocol.
