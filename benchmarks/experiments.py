@@ -169,6 +169,7 @@ SCREENED = {  # by name: label, flags, changes of the script's text
     ),
     "gamma-0.98": ("γ = 0.98", "--gamma 0.98", ()),
     "relu": ("ReLU for tanh", "", RELU),
+    "relu-lambda-0.9": ("ReLU for tanh, λ = 0.9", "--gae-lambda 0.9", RELU),
     "envs-64": ("64 × 32 steps", "--num-envs 64 --num-steps 32", ()),
     "lambda-0.9": ("λ = 0.9", "--gae-lambda 0.9", ()),
     "width-256": ("networks of 256-256", "--hidden-size 256", ()),
@@ -185,6 +186,7 @@ SCREENED = {  # by name: label, flags, changes of the script's text
 LONG = dict.fromkeys(LOCOMOTION, 1_000_000)
 CHEETAH = {"HalfCheetah-v5": 1_000_000}
 TRIED = {name: (CHEETAH, 1) for name in SCREENED if name not in ("no-anneal-lr", "clip-vloss")}
+TRIED |= {name: (LONG, 1) for name in ("relu", "lambda-0.9", "relu-lambda-0.9")}
 TRIED |= {"start": (LONG, 2), "per-step": (LONG, 2), "envs-32": (LONG, 1), "envs-32-norm-adv": (LONG, 1)}
 A2C = "--update-epochs 1 --num-minibatches 1 --num-steps 8 --no-norm-adv"
 
