@@ -166,7 +166,8 @@ class Args:
 
 
 # A checkpoint's format, and the settings that it fixes: its networks and its rollouts depend on them.
-FORMAT, FIXED = "ppo-discrete-1", ("env_id", "num_envs", "num_steps", "hidden_size", "norm_obs")
+FORMAT = "ppo-discrete-1"
+FIXED = "env_id", "num_envs", "num_steps", "hidden_size", "norm_obs"
 BOUNDS = {  # settings outside these are nonsense
     "num_envs num_minibatches hidden_size num_threads eval_episodes update_epochs": (1, 1e6),
     "total_timesteps eval_max_steps": (1, 1e15),
@@ -205,6 +206,7 @@ def check_args(args: Args) -> None:
     refuse(args.num_minibatches > rows / 2, f"--num-minibatches is {args.num_minibatches}; it must be {most}")
     refuse(args.adapt == "clip-coef" and not clip, "--adapt clip-coef needs --surrogate clip")
     refuse(args.adapt == "kl-coef" and clip, "--adapt kl-coef needs --surrogate kl-penalty")
+    refuse(args.target_entropy is not None and not args.ent_coef, "--target-entropy needs --ent-coef above 0")
     refuse(not have.get(args.device, True), f"--device {args.device} is not available here; use --device cpu")
     refuse(args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy")
     refuse(args.track and not find_spec("wandb"), "--track needs: pip install wandb")
@@ -635,9 +637,7 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
     if args.norm_obs:  # not earlier: the statistics that acted are those that were learnt with
         agent.obs_moments.update(raw_obs[:-1].flatten(0, 1)[rows])
     once = torch.stack([torch.stack(norms).mean(), kl, explained, relative_error, mismatch.max()])
-    read = torch.cat(
-        [torch.stack(figures).mean(0), once]
-    ).tolist()  # at once: each reading waits for the device
+    read = torch.cat([torch.stack(figures).mean(0), once]).tolist()  # each reading waits for the device
     names = *FIGURES, "grad_norm", "kl", "explained_variance", "relative_error", "policy_mismatch"
     return {f"losses/{name}": value for name, value in zip(names, read, strict=True)}
 
@@ -755,8 +755,7 @@ def evaluate(agent: Agent, args: Args, mode: str, folder: Path) -> dict[str, np.
     while (playing := running & (lengths < args.eval_max_steps)).any():
         inputs = torch.as_tensor(obs, dtype=torch.float32, device=agent.one_hot.device)
         action, _ = agent.act(inputs, agent.noise(n) if mode == "stochastic" else None)
-        step = attempt(envs.step, agent.env_actions(action.cpu().numpy()))
-        obs, reward, terminated, truncated, _ = step
+        obs, reward, terminated, truncated, _ = attempt(envs.step, agent.env_actions(action.cpu().numpy()))
         returns += reward * playing
         lengths += playing
         running &= ~(terminated | truncated)
@@ -872,7 +871,10 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
     optimizer = Adam([flatten_parameters(agent)], args.learning_rate, eps=1e-5, fused=args.device != "mps")
     state = State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
     if checkpoint := args.resume or args.evaluate:
-        _, state = load_checkpoint(checkpoint, agent, optimizer)
+        saved, state = load_checkpoint(checkpoint, agent, optimizer)
+        for name in ("learning_rate", "clip_coef", "kl_coef", "ent_coef"):
+            if getattr(args, name) != getattr(saved, name):  # a flag that is given anew, also for what adapts
+                setattr(state, name, getattr(args, name))
     modes = ("greedy", "stochastic")
     if args.evaluate or args.plan:
         envs.close()

@@ -169,7 +169,8 @@ class Args:
 
 LOG_2PI = math.log(2 * math.pi)
 # A checkpoint's format, and the settings that it fixes: its networks and its rollouts depend on them.
-FORMAT, FIXED = "ppo-continuous-1", ("env_id", "num_envs", "num_steps", "hidden_size", "norm_obs")
+FORMAT = "ppo-continuous-1"
+FIXED = "env_id", "num_envs", "num_steps", "hidden_size", "norm_obs", "init_log_std"
 BOUNDS = {  # settings outside these are nonsense
     "num_envs num_minibatches hidden_size num_threads eval_episodes update_epochs": (1, 1e6),
     "total_timesteps eval_max_steps": (1, 1e15),
@@ -178,7 +179,7 @@ BOUNDS = {  # settings outside these are nonsense
     "learning_rate clip_coef max_grad_norm desired_kl target_kl checkpoint_seconds": (1e-12, 1e6),
     "ent_coef vf_coef kl_coef entropy_tolerance": (0, 1e6),
     "target_entropy": (-1e6, 1e6),
-    "init_log_std": (-10, 3),
+    "init_log_std": (-5, 3),
     "seed": (0, 2**32 - 1),
 }
 
@@ -210,6 +211,7 @@ def check_args(args: Args) -> None:
     refuse(args.num_minibatches > rows / 2, f"--num-minibatches is {args.num_minibatches}; it must be {most}")
     refuse(args.adapt == "clip-coef" and not clip, "--adapt clip-coef needs --surrogate clip")
     refuse(args.adapt == "kl-coef" and clip, "--adapt kl-coef needs --surrogate kl-penalty")
+    refuse(args.target_entropy is not None and not args.ent_coef, "--target-entropy needs --ent-coef above 0")
     refuse(not have.get(args.device, True), f"--device {args.device} is not available here; use --device cpu")
     refuse(args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy")
     refuse(args.track and not find_spec("wandb"), "--track needs: pip install wandb")
@@ -240,7 +242,7 @@ def check_spaces(obs: gym.Space, action: gym.Space) -> None:
     """Raise `Refused` unless this script can train on these spaces, naming the script that can."""
     other = "; ppo.py trains these" if isinstance(action, gym.spaces.Discrete) else ""
     real = isinstance(action, gym.spaces.Box) and np.issubdtype(action.dtype, np.floating)
-    refuse(not real, f"its actions are {action}, not a Box of real numbers{other}")
+    refuse(not real or 0 in action.shape, f"its actions are {action}, not a Box of real numbers{other}")
     image = len(obs.shape or ()) == 3 or (len(obs.shape or ()) == 2 and obs.dtype == np.uint8)
     refuse(image, f"its observations are images of shape {obs.shape}; ppo_atari.py trains on pixels")
     refuse(not obs.is_np_flattenable, f"its observations, {obs}, do not flatten to a vector")
@@ -356,15 +358,16 @@ class Agent(nn.Module):
         self.norm_obs, self.num_actions = args.norm_obs, math.prod(actions.shape)
         self.shape, self.dtype = actions.shape, actions.dtype
         self.actor = MLP(len(one_hot), args.hidden_size, self.num_actions, gain=0.01)  # near 0 at first
-        self.log_std = nn.Parameter(torch.full((self.num_actions,), args.init_log_std))  # for all states
+        self.log_std = nn.Parameter(args.init_log_std * torch.ones(self.num_actions))  # for all states
         self.critic = MLP(len(one_hot), args.hidden_size, 1, gain=1.0)
         self.weights = list(self.parameters())  # looked up once
         self.one_hot = nn.Buffer(torch.from_numpy(one_hot))
         self.obs_moments, self.return_moments = RunningMoments(len(one_hot)), RunningMoments(1)
-        # The policy's -1 to 1 is the environment's low to high; what has no such bounds stays as it is.
+        # The policy's -1 to 1 is the environment's low to high, or without two bounds, 1 to both sides of the
+        # permitted value nearest to 0.
         self.low, self.high = actions.low.astype(np.float64), actions.high.astype(np.float64)
-        bounded = self.high - self.low < 1e9
-        low, high = np.where(bounded, self.low, -1), np.where(bounded, self.high, 1)
+        bounded, near = self.high / 2 - self.low / 2 < 1e9, np.clip(0, self.low, self.high)
+        low, high = np.where(bounded, self.low, near - 1), np.where(bounded, self.high, near + 1)
         self.scale, self.middle = (high - low) / 2, (high + low) / 2
 
     def normalize(self, obs: Tensor) -> Tensor:
@@ -672,9 +675,7 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
     if args.norm_obs:  # not earlier: the statistics that acted are those that were learnt with
         agent.obs_moments.update(raw_obs[:-1].flatten(0, 1)[rows])
     once = torch.stack([torch.stack(norms).mean(), kl, explained, relative_error, mismatch.max()])
-    read = torch.cat(
-        [torch.stack(figures).mean(0), once]
-    ).tolist()  # at once: each reading waits for the device
+    read = torch.cat([torch.stack(figures).mean(0), once]).tolist()  # each reading waits for the device
     names = *FIGURES, "grad_norm", "kl", "explained_variance", "relative_error", "policy_mismatch"
     return {f"losses/{name}": value for name, value in zip(names, read, strict=True)}
 
@@ -716,7 +717,7 @@ def narrow(figures: Figures, state: State, args: Args) -> bool:
 
 
 def wide(figures: Figures, state: State, args: Args) -> bool:
-    """a standard deviation > 3, where 1 is half a range: noise acts, not the policy; lower --ent-coef"""
+    """a standard deviation > 3, where 1 is half a range: most actions are cut; lower --ent-coef"""
     return figures["losses/std_max"] > 3
 
 
@@ -802,8 +803,7 @@ def evaluate(agent: Agent, args: Args, mode: str, folder: Path) -> dict[str, np.
     while (playing := running & (lengths < args.eval_max_steps)).any():
         inputs = torch.as_tensor(obs, dtype=torch.float32, device=agent.one_hot.device)
         action, _ = agent.act(inputs, agent.noise(n) if mode == "stochastic" else None)
-        step = attempt(envs.step, agent.env_actions(action.cpu().numpy()))
-        obs, reward, terminated, truncated, _ = step
+        obs, reward, terminated, truncated, _ = attempt(envs.step, agent.env_actions(action.cpu().numpy()))
         returns += reward * playing
         lengths += playing
         running &= ~(terminated | truncated)
@@ -919,7 +919,10 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
     optimizer = Adam([flatten_parameters(agent)], args.learning_rate, eps=1e-5, fused=args.device != "mps")
     state = State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
     if checkpoint := args.resume or args.evaluate:
-        _, state = load_checkpoint(checkpoint, agent, optimizer)
+        saved, state = load_checkpoint(checkpoint, agent, optimizer)
+        for name in ("learning_rate", "clip_coef", "kl_coef", "ent_coef"):
+            if getattr(args, name) != getattr(saved, name):  # a flag that is given anew, also for what adapts
+                setattr(state, name, getattr(args, name))
     modes = ("greedy", "stochastic")
     if args.evaluate or args.plan:
         envs.close()

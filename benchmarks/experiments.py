@@ -186,7 +186,7 @@ SCREENED = {  # by name: label, flags, changes of the script's text
 LONG = dict.fromkeys(LOCOMOTION, 1_000_000)
 CHEETAH = {"HalfCheetah-v5": 1_000_000}
 TRIED = {name: (CHEETAH, 1) for name in SCREENED if name not in ("no-anneal-lr", "clip-vloss")}
-TRIED |= {name: (LONG, 1) for name in ("relu", "lambda-0.9", "relu-lambda-0.9")}
+TRIED |= dict.fromkeys(("relu", "lambda-0.9", "relu-lambda-0.9"), (LONG, 1))
 TRIED |= {"start": (LONG, 2), "per-step": (LONG, 2), "envs-32": (LONG, 1), "envs-32-norm-adv": (LONG, 1)}
 A2C = "--update-epochs 1 --num-minibatches 1 --num-steps 8 --no-norm-adv"
 

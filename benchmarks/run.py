@@ -24,6 +24,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def provenance() -> dict[str, Any]:
     with contextlib.suppress(OSError):
         models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
         cpu = models[0].partition(":")[2].strip() if models else cpu
-    packages = ("torch", "gymnasium", "numpy", "stable-baselines3")
+    packages = ("torch", "gymnasium", "numpy", "mujoco", "stable-baselines3")
     return {
         "commit": git("rev-parse", "HEAD") or "unknown",
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
@@ -142,11 +143,18 @@ def train(run: Run, folder: Path) -> tuple[dict[str, Any], dict[str, Any], Any]:
 
 
 def run_ours(run: Run, folder: Path) -> dict[str, Any]:
-    """Train with one of our scripts, or go on from its checkpoint in `folder`; return figures and curve."""
+    """Train with one of our scripts, or go on from its checkpoint in `folder`; return figures and curve.
+
+    What another version of the script has begun is done anew.
+    """
+    begun = (folder / "sessions.txt").read_text().splitlines() if (folder / "sessions.txt").exists() else []
+    if any(line.split()[1:] != git("rev-parse", f"HEAD:{run.experiment.script}").split() for line in begun):
+        shutil.rmtree(folder / "runs", ignore_errors=True)
+        (folder / "sessions.txt").unlink()
     with open(folder / "sessions.txt", "a") as file:
-        print(time.time(), file=file)
+        print(time.time(), git("rev-parse", f"HEAD:{run.experiment.script}"), file=file)
     settings, returns, log = train(run, folder)
-    starts = [float(line) for line in (folder / "sessions.txt").read_text().split()]
+    starts = [float(line.split()[0]) for line in (folder / "sessions.txt").read_text().splitlines()]
     curve = {}
     for tag, name in TAGS.items():
         logged = log.Scalars(tag)
@@ -351,7 +359,8 @@ def main() -> None:
     what.add_argument("--one", metavar="RUN", help="do this run, in this process")
     options = parser.parse_args()
     selected = [run for run in runs() if fnmatch.fnmatch(run.name, f"*{options.only}*")]
-    selected = [run for run in selected if options.seeds is None or run.seed <= options.seeds]
+    if options.seeds is not None:
+        selected = [run for run in selected if run.seed < run.experiment.first_seed + options.seeds]
     if options.one:
         selected = [run for run in runs() if run.name == options.one]
     todo = [run for run in selected if not run.path.exists()]

@@ -615,6 +615,26 @@ def test_flags_override_saved_ones(short: SimpleNamespace, main: Callable, tmp_p
 
 
 @pytest.mark.parametrize(
+    ("flags", "name", "value"),
+    [
+        (["--clip-coef", 0.1], "clip_coef", 0.1),
+        (["--surrogate", "kl-penalty", "--kl-coef", 5], "kl_coef", 5),
+        (["--adapt", "learning-rate", "--learning-rate", 0.002], "learning_rate", 0.002),
+        (["--adapt", "clip-coef", "--clip-coef", 0.15], "clip_coef", 0.15),
+    ],
+)
+def test_coefficients_given_anew_are_those_of_the_next_iteration(
+    short: SimpleNamespace, main: Callable, tmp_path: Path, flags: list, name: str, value: float
+) -> None:
+    """With --resume, a coefficient that is given replaces the saved one, also where it adapts from there."""
+    checkpoint = copy_of(short, tmp_path)
+    before = steps_done(checkpoint)
+    assert main("--resume", checkpoint, *flags, "--total-timesteps", 2300).returncode == 0
+    logged = [number for step, number in curves(checkpoint.parent)[f"charts/{name}"] if step > before]
+    assert logged[0] == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
     ("flag", "value"),
     [
         ("--num-envs", 8),

@@ -207,15 +207,15 @@ def test_act_without_noise_is_greedy():
     assert not torch.allclose(greedy, agent.act(obs, agent.noise(20))[0], atol=0.1)
 
 
-@pytest.mark.parametrize("init_log_std", [-0.5, 0.7])
+@pytest.mark.parametrize("init_log_std", [-0.5, 0.7, 1])
 def test_first_policy(init_log_std):
     """At first, all means are near 0 and the log standard deviations --init-log-std, for all states."""
     torch.manual_seed(0)
     agent = ppo.Agent(make_args(init_log_std=init_log_std), np.zeros(D, dtype=bool), spaces.Box(-1, 1, (A,)))
     mean, log_std = agent.policy(torch.randn(7, D)).chunk(2, -1)
     assert mean.abs().max() < 0.05
-    assert torch.equal(log_std, torch.full((7, A), init_log_std))
-    assert torch.equal(agent.policy(torch.randn(4, 5, D))[..., A:], torch.full((4, 5, A), init_log_std))
+    assert torch.equal(log_std, init_log_std * torch.ones(7, A))
+    assert torch.equal(agent.policy(torch.randn(4, 5, D))[..., A:], init_log_std * torch.ones(4, 5, A))
 
 
 def test_log_std_is_a_parameter_that_is_learnt():
@@ -235,7 +235,9 @@ BOXES = {  # low, high, policy's actions, environment's actions
                    [[-2, 0, 5], [1, 10, 6], [-0.5, 7.5, 5.25], [-2, 10, 6]]),
     "infinite": ([-INF, -INF], [INF, INF], [[-1, 0.3], [1, -77.5]], [[-1, 0.3], [1, -77.5]]),
     "one-sided": ([-INF, 0.5], [0.5, INF], [[0.25, 0.75], [2, -3], [-9, 9]],
-                  [[0.25, 0.75], [0.5, 0.5], [-9, 9]]),
+                  [[0.25, 1.25], [0.5, 0.5], [-9, 9.5]]),
+    "far": ([100, -INF], [INF, -7], [[0, 0], [-1, 1], [3, -3]], [[100, -7], [100, -7], [103, -10]]),
+    "widest": ([-1.7e308], [1.7e308], [[0], [-77.5]], [[0], [-77.5]]),
     "huge": ([-3.4e38], [3.4e38], [[0], [-77.5]], [[0], [-77.5]]),
     "mixed": ([-INF, 2, -1], [INF, 4, INF], [[5, -1, 5], [-5, 0.25, -5]], [[5, 2, 5], [-5, 3.25, -1]]),
 }  # fmt: skip
@@ -243,12 +245,13 @@ BOXES = {  # low, high, policy's actions, environment's actions
 
 @pytest.mark.parametrize("name", BOXES)
 def test_env_actions(name):
-    """-1 and 1 are the finite bounds; what lies beyond is cut; what has no two bounds is not scaled."""
+    """-1 and 1 are the finite bounds; what lies beyond is cut; without two, 0 is the value nearest to 0."""
     low, high, actions, expected = BOXES[name]
-    box = spaces.Box(np.float32(low), np.float32(high))
+    dtype = np.float64 if name == "widest" else np.float32
+    box = spaces.Box(dtype(low), dtype(high), dtype=dtype)
     agent = ppo.Agent(make_args(), np.zeros(D, dtype=bool), box)
     acted = agent.env_actions(np.float32(actions))
-    assert acted.dtype == np.float32
+    assert acted.dtype == dtype
     np.testing.assert_allclose(acted, expected, rtol=1e-6)
     assert all(box.contains(action) for action in acted)
 
@@ -973,6 +976,7 @@ def test_resume_goes_on(short, main, tmp_path):
     moved = (after["agent"]["log_std"] - before["agent"]["log_std"]).abs()
     assert 0 < moved.max() < 0.1
     assert not (tmp_path / "runs").exists()
+    assert_refused(main("--resume", folder / "checkpoint.pt", "--init-log-std", 0), "init_log_std -0.5")
 
 
 def test_discrete_actions_are_refused(tmp_path):
@@ -995,13 +999,15 @@ def test_other_spaces_are_refused(main, tmp_path):
     assert "trains these" not in refused.stderr
     whole = scripted_envs.blank("Whole-v0", spaces.Box(-1, 1, (2,)), spaces.Box(0, 9, (2,), np.int64))
     assert_refused(main("--env-id", whole), "int64", "not a Box of real numbers")
+    empty = scripted_envs.blank("Empty-v0", spaces.Box(-1, 1, (2,)), spaces.Box(-1, 1, (0,)))
+    assert_refused(main("--env-id", empty), "(0,)", "not a Box of real numbers")
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("value", [-10.1, 3.1, "nan"])
+@pytest.mark.parametrize("value", [-5.1, 3.1, "nan"])
 def test_init_log_std_has_bounds(main, value):
     """A standard deviation that is nonsense is refused."""
-    assert_refused(main("--init-log-std", value), "--init-log-std", "[-10, 3]")
+    assert_refused(main("--init-log-std", value), "--init-log-std", "[-5, 3]")
 
 
 def test_checkpoint_of_the_other_script_is_refused(short, main, tmp_path):

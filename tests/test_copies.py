@@ -35,25 +35,29 @@ COPIES = {
 + trains on any Gymnasium environment with `Box` actions and observations that flatten to a vector. To use
 - Shapes: T steps a rollout (--num-steps), N environments (--num-envs), D entries an observation, A actions,
 + Shapes: T steps a rollout (--num-steps), N environments (--num-envs), D entries an observation, A an action,
-@ FORMAT,FIXED
-- FORMAT, FIXED = "ppo-discrete-1", ("env_id", "num_envs", "num_steps", "hidden_size", "norm_obs")
-+ FORMAT, FIXED = "ppo-continuous-1", ("env_id", "num_envs", "num_steps", "hidden_size", "norm_obs")
+@ FORMAT
+- FORMAT = "ppo-discrete-1"
++ FORMAT = "ppo-continuous-1"
+@ FIXED
+- FIXED = "env_id", "num_envs", "num_steps", "hidden_size", "norm_obs"
++ FIXED = "env_id", "num_envs", "num_steps", "hidden_size", "norm_obs", "init_log_std"
 @ BOUNDS
 - "ent_coef vf_coef kl_coef entropy_tolerance target_entropy": (0, 1e6),
 + "ent_coef vf_coef kl_coef entropy_tolerance": (0, 1e6),
 + "target_entropy": (-1e6, 1e6),
-+ "init_log_std": (-10, 3),
++ "init_log_std": (-5, 3),
 @ Agent.__init__
 - self.norm_obs, self.num_actions, self.first_action = args.norm_obs, int(actions.n), int(actions.start)
 - self.actor = MLP(len(one_hot), args.hidden_size, self.num_actions, gain=0.01)  # near-uniform at first
 + self.norm_obs, self.num_actions = args.norm_obs, math.prod(actions.shape)
 + self.shape, self.dtype = actions.shape, actions.dtype
 + self.actor = MLP(len(one_hot), args.hidden_size, self.num_actions, gain=0.01)  # near 0 at first
-+ self.log_std = nn.Parameter(torch.full((self.num_actions,), args.init_log_std))  # for all states
-+ # The policy's -1 to 1 is the environment's low to high; what has no such bounds stays as it is.
++ self.log_std = nn.Parameter(args.init_log_std * torch.ones(self.num_actions))  # for all states
++ # The policy's -1 to 1 is the environment's low to high, or without two bounds, 1 to both sides of the
++ # permitted value nearest to 0.
 + self.low, self.high = actions.low.astype(np.float64), actions.high.astype(np.float64)
-+ bounded = self.high - self.low < 1e9
-+ low, high = np.where(bounded, self.low, -1), np.where(bounded, self.high, 1)
++ bounded, near = self.high / 2 - self.low / 2 < 1e9, np.clip(0, self.low, self.high)
++ low, high = np.where(bounded, self.low, near - 1), np.where(bounded, self.high, near + 1)
 + self.scale, self.middle = (high - low) / 2, (high + low) / 2
 @ Batch
 - # Rows to learn from: obs [B, D], normalised; actions [B]; what the old networks made of them, policy [B, A] =

@@ -43,12 +43,13 @@ def test_every_command_of_the_scripts_is_understood(line):
     assert ":" in args.env_id or args.env_id in gym.registry or args.env_id.startswith("Taxi-")
 
 
-def test_every_variant_is_accepted():
+@pytest.mark.parametrize("script", SCRIPTS.values())
+def test_every_variant_is_accepted(script):
     """The flags in the table of variants parse and are accepted together."""
     variants = re.findall(r"^\| [^|`]+ \| `(--[^`]+)` \|$", README, re.MULTILINE)
     assert len(variants) == 7
     for flags in variants:
-        ppo.check_args(tyro.cli(ppo.Args, args=shlex.split(flags)))
+        script.check_args(tyro.cli(script.Args, args=shlex.split(flags)))
 
 
 def test_set_up_and_ci_run_the_same_tests():
@@ -64,8 +65,16 @@ def test_set_up_and_ci_run_the_same_tests():
 
 def test_links_and_benchmarks_exist():
     """Each local link and each benchmark that the README names is a file."""
-    for path in re.findall(r"\]\((?!http)([^)#]+)\)", README) + re.findall(r"benchmarks/\w+\.py", README):
-        assert (ROOT / path).is_file(), path
+    for folder in (ROOT, ROOT / "benchmarks"):
+        text = (folder / "README.md").read_text()
+        files = re.findall(r"(?:src|srcset)=\"([^\"]+)\"", text)
+        for path, _, anchor in re.findall(r"\]\((?!http)([^)#]*)(#([^)]+))?\)", text):
+            files.append(path or "README.md")
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", (folder / files[-1]).read_text(), re.MULTILINE)
+                assert anchor in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
+        assert all((folder / path).is_file() for path in files), files
+    assert all((ROOT / path).is_file() for path in re.findall(r"benchmarks/\w+\.py", README))
 
 
 def test_names_of_functions_and_advice_exist():
