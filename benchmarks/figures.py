@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import torch
-from experiments import HERE, LOCOMOTION, MUJOCO, SCREENED, STUDIES, Study
+from experiments import HERE, LOCOMOTION, LONG, MUJOCO, SCREENED, STUDIES, Study
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -101,24 +101,36 @@ def mujoco_figure(results: dict) -> Figure:
 
 
 def screening_figure(results: dict) -> Figure:
-    """The screening of continuous control's details: each entry's return over the best published."""
-    from report import normalized, screening
+    """The screening of continuous control's details: returns over the best published, by entry."""
+    from report import normalized, over_published, score, screening
 
-    found = screening(results)
-    ordered = sorted(found, key=lambda name: found[name][1][0])
-    figure = Figure(figsize=(8, 1.2 + 0.27 * len(ordered)), layout="constrained")
-    axes = figure.subplots()
-    axes.axvline(found["start"][1][0], color="gray", linewidth=0.8, linestyle=":")
-    for index, (env_id, marker) in enumerate(zip(LOCOMOTION, "^sv", strict=True)):
-        means = [normalized(found[name][0][index], env_id).mean() for name in ordered]
-        style = {"color": COLORS[index + 1], "markersize": 4, "alpha": 0.8}
-        axes.plot(means, range(len(ordered)), marker, **style, label=env_id)
-    points, lows, highs = np.array([found[name][1] for name in ordered]).T
-    ends = points - lows, highs - points
-    axes.errorbar(points, range(len(ordered)), xerr=ends, fmt="o", color=COLORS[0], label="mean of the three")
-    axes.set_yticks(range(len(ordered)), [SCREENED[name][0] for name in ordered])
-    axes.set_xlabel("return in training after 300,000 steps, as a multiple of the best published after 1M")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    short, long = screening(results, LOCOMOTION), screening(results, LONG)
+    points = {name: ends for name, found in short.items() if (ends := over_published(found))}
+    means = {name: points.get(name, [-1.0])[0] for name in SCREENED if name in points or any(long[name])}
+    names = sorted(means, key=lambda name: means[name])
+    figure = Figure(figsize=(9, 1.6 + 0.25 * len(names)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for axes, found, mode in ((left, short, "training"), (right, long, "greedy")):
+        for index, (env_id, marker) in enumerate(zip(LOCOMOTION, "^sv", strict=True)):
+            style = {"color": COLORS[index + 1], "marker": marker, "alpha": 0.7, "s": 18}
+            pairs = [
+                (x, y)
+                for y, name in enumerate(names)
+                if found[name][index]
+                for x in normalized(score(found[name][index], mode), env_id)
+            ]
+            axes.scatter(*zip(*pairs, strict=True), **style, label=f"{env_id}, a seed")
+    rows = [(names.index(name), *ends) for name, ends in points.items()]
+    y, middle, low, high = np.array(rows).T
+    style = {"color": COLORS[0], "fmt": "o", "label": "mean, with its 95% interval"}
+    left.errorbar(middle, y, xerr=(middle - low, high - middle), **style)
+    left.axvline(points["start"][0], color="gray", linewidth=0.8, linestyle=":")
+    left.set_yticks(range(len(names)), [SCREENED[name][0] for name in names])
+    left.set_title("training, 300,000 steps", fontsize="medium")
+    right.set_title("greedy evaluation, 1M steps", fontsize="medium")
+    for axes in (left, right):
+        axes.set_xlabel("return / the best published for PPO at 1M steps")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 

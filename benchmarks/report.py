@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from experiments import CLASSIC, HERE, LOCOMOTION, MUJOCO, RESULTS, SCREENED, STUDIES, Study, runs
+from experiments import CLASSIC, HERE, LOCOMOTION, LONG, MUJOCO, RESULTS, SCREENED, STUDIES, Study, runs
 
 ROOT, FIGURES = HERE.parent, HERE / "figures"
 Results = dict[tuple[str, tuple[str, int]], list[dict[str, Any]]]  # by experiment and task
@@ -168,29 +168,39 @@ def mujoco_table(results: Results) -> Iterator[list[str]]:
     yield ["mean", "", "", "", "", "", "", f"**{np.mean(ratios):.2f}**"]
 
 
-def screening(results: Results) -> dict[str, tuple[list[np.ndarray], tuple[float, float, float]]]:
-    """By entry: training returns [seeds] of each task, and their normalised mean with its interval."""
+def screening(results: Results, listed: Mapping[str, int]) -> dict[str, list[list[dict[str, Any]]]]:
+    """By entry of the screening: its results on each of the tasks, as far as it was run on them."""
+    return {name: [results.get((f"mujoco-{name}", task), []) for task in tasks(listed)] for name in SCREENED}
+
+
+def over_published(found: list[list[dict[str, Any]]]) -> tuple[float, float, float] | None:
+    """Mean over the tasks of returns in training as multiples of the best published, and its interval.
+
+    None unless each task has as many seeds as the others, and at least two.
+    """
     from rliable.metrics import aggregate_mean
 
-    found = {}
-    for name in SCREENED:
-        each = [score(results[f"mujoco-{name}", task], "training") for task in tasks(LOCOMOTION)]
-        scaled = [normalized(x, env_id) for x, env_id in zip(each, LOCOMOTION, strict=True)]
-        found[name] = each, interval(aggregate_mean, np.stack(scaled, 1))
-    return found
+    if len(found[0]) < 2 or len({len(results) for results in found}) > 1:
+        return None
+    each = [normalized(score(x, "training"), env_id) for x, env_id in zip(found, LOCOMOTION, strict=True)]
+    return interval(aggregate_mean, np.stack(each, 1))
 
 
 def screening_table(results: Results) -> Iterator[list[str]]:
-    """The screening of continuous control's details, the best first."""
-    yield [
-        "entry",
-        *(f"{env_id}, {short(steps)}" for env_id, steps in LOCOMOTION.items()),
-        "of the best published",
-    ]
-    found = screening(results)
-    for name in sorted(found, key=lambda name: -found[name][1][0]):
-        each, ends = found[name]
-        yield [SCREENED[name][0], *map(spread, each), "**{:.2f}** [{:.2f}, {:.2f}]".format(*ends)]
+    """The screening of continuous control's details: training / greedy of each seed."""
+    names = [env_id.partition("-")[0] for env_id in LOCOMOTION]
+    yield ["entry", *(f"{name}, {length}" for length in ("300k", "1M") for name in names), "mean at 300k"]
+    short, long = screening(results, LOCOMOTION), screening(results, LONG)
+    for name, found in short.items():
+        cells = [
+            "; ".join(
+                f"{np.mean(x['final']['training']):.0f} / {np.mean(x['final']['greedy']):.0f}" for x in each
+            )
+            for each in found + long[name]
+        ]
+        if any(cells):
+            ends = over_published(found)
+            yield [SCREENED[name][0], *cells, "{:.2f} [{:.2f}, {:.2f}]".format(*ends) if ends else ""]
 
 
 def study_table(study: Study, results: Results) -> Iterator[list[str]]:
