@@ -113,7 +113,7 @@ class Args:
     """Let the learning rate fall linearly to 0."""
     gamma: float = 0.99
     """γ: discount factor."""
-    gae_lambda: float = 0.9
+    gae_lambda: float = 0.95
     """λ: trades bias (0) against variance (1) of the advantages."""
     update_epochs: int = 10
     """K: passes over each rollout."""
