@@ -97,7 +97,8 @@ def improvement(ours: np.ndarray, theirs: np.ndarray) -> str:
 def spread(scores: np.ndarray) -> str:
     """Mean and standard deviation, as text."""
     digits = 2 if abs(scores).max() <= 1 else 1
-    return f"{scores.mean():.{digits}f} ± {scores.std(ddof=1):.{digits}f}"
+    deviation = f" ± {scores.std(ddof=1):.{digits}f}" if len(scores) > 1 else ""
+    return f"{scores.mean():.{digits}f}{deviation}"
 
 
 def tasks(listed: Mapping[str, int | tuple[int, ...]]) -> Iterator[tuple[str, int]]:
