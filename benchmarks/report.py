@@ -80,9 +80,11 @@ def interval(function: Callable, *scores: np.ndarray) -> tuple[float, float, flo
 
 
 def iqm(scores: np.ndarray) -> str:
-    """Interquartile mean and its interval, as text."""
+    """Interquartile mean and its interval, as text; nothing for a single seed."""
     from rliable.metrics import aggregate_iqm
 
+    if len(scores) < 2:
+        return ""
     digits = 2 if abs(scores).max() <= 1 else 1
     return "{:.{d}f} [{:.{d}f}, {:.{d}f}]".format(*interval(aggregate_iqm, scores), d=digits)
 
