@@ -188,6 +188,7 @@ SCREENED = {  # by name: label, flags, changes of the script's text
         (("scaled.clamp(-10, 10))", "scaled.clamp(-3, 3))"),),
     ),
     "std-0.37": ("initial log std -1", "--init-log-std -1", ()),
+    "std-0.22": ("initial log std -1.5", "--init-log-std -1.5", ()),
     "vf-coef-0.5": ("value coefficient 0.5", "--vf-coef 0.5", ()),
     "clip-vloss": ("value clipping", "--clip-vloss", ()),
     "no-anneal-lr": ("no learning-rate decay", "--no-anneal-lr", ()),
@@ -195,13 +196,15 @@ SCREENED = {  # by name: label, flags, changes of the script's text
 }
 # What was tried on the environments with the most actions and observations, whose KL is the highest.
 HEAVY = {"Ant-v5": 300_000, "Humanoid-v5": 300_000}
-CALMER = "start obs-clip-3 std-0.37 minibatch-256 target-kl epochs-5 clip-0.1 adapt-lr lambda-0.9 norm-adv"
+CALMER = "start obs-clip-3 std-0.37 std-0.22 minibatch-256 target-kl epochs-5 clip-0.1 adapt-lr lambda-0.9 norm-adv"
 LOST = {"InvertedDoublePendulum-v5": 1_000_000}
 # What was tried at the table's length: seeds by task.
 LONG = dict.fromkeys(LOCOMOTION, 1_000_000)
 CHEETAH = {"HalfCheetah-v5": 1_000_000}
 TRIED = {name: (CHEETAH, 1) for name in SCREENED if name not in ("no-anneal-lr", "clip-vloss")}
-TRIED |= dict.fromkeys(("relu", "lambda-0.9", "relu-lambda-0.9", "target-kl"), (LONG, 1))
+TRIED |= dict.fromkeys(
+    ("relu", "lambda-0.9", "relu-lambda-0.9", "target-kl", "std-0.37", "std-0.22"), (LONG, 1)
+)
 TRIED |= {"start": (LONG, 2), "per-step": (LONG, 2), "envs-32": (LONG, 1), "envs-32-norm-adv": (LONG, 1)}
 A2C = "--update-epochs 1 --num-minibatches 1 --num-steps 8 --no-norm-adv"
 

@@ -91,7 +91,8 @@ def mujoco_figure(results: dict) -> Figure:
         x = (np.arange(y.shape[1]) + 0.5) / y.shape[1] * steps / 1000
         curve(axes, x, y, 0, "ppo_continuous.py, with sampled actions")
         axes.axhline(BEST[env_id][0], color=COLORS[1], linestyle="--", label="best published")
-        axes.set_title(f"{env_id} ({len(y)} seeds)", fontsize="medium")
+        seeds = "1 seed" if len(y) == 1 else f"{len(y)} seeds"
+        axes.set_title(f"{env_id}, {seeds}", fontsize="medium")
     grid[-1][-1].axis("off")
     grid[-1][-1].legend(*grid[0][0].get_legend_handles_labels(), loc="center")
     figure.supxlabel("thousand steps", fontsize="medium")
