@@ -87,10 +87,13 @@ def mujoco_figure(results: dict) -> Figure:
     figure = Figure(figsize=(9, 6.6), layout="constrained")
     grid = figure.subplots(3, 4)
     for axes, (env_id, steps) in zip(grid.flat, MUJOCO.items(), strict=False):
+        axes.set_title(env_id, fontsize="medium")
+        axes.axhline(BEST[env_id][0], color=COLORS[1], linestyle="--", label="best published")
+        if ("mujoco", (env_id, steps)) not in results:
+            continue
         y = table_of(results["mujoco", (env_id, steps)], "return")
         x = (np.arange(y.shape[1]) + 0.5) / y.shape[1] * steps / 1000
         curve(axes, x, y, 0, "ppo_continuous.py, with sampled actions")
-        axes.axhline(BEST[env_id][0], color=COLORS[1], linestyle="--", label="best published")
         seeds = "1 seed" if len(y) == 1 else f"{len(y)} seeds"
         axes.set_title(f"{env_id}, {seeds}", fontsize="medium")
     grid[-1][-1].axis("off")

@@ -154,7 +154,9 @@ def mujoco_table(results: Results) -> Iterator[list[str]]:
     ratios = []
     rows = [("mujoco", task, "") for task in tasks(MUJOCO)]
     for name, (env_id, steps), flags in rows:
-        ours = results[name, (env_id, steps)]
+        ours = results.get((name, (env_id, steps)))
+        if not ours:
+            continue
         greedy, (mean, std, who) = score(ours, "greedy"), BEST[env_id]
         ratio = normalized(greedy, env_id)
         ratios.append(ratio.mean())
