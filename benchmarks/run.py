@@ -308,11 +308,11 @@ def short_run(run: Run) -> dict[str, Any]:
 
 def short_runs(selected: list[Run]) -> list[Run]:
     """A short run of each experiment of ours, on its first environment."""
-    ours = (run for run in selected if run.experiment.script != "sb3")
-    first = (run for run in ours if run.env_id == next(iter(run.experiment.steps)))
-    return list(
-        {short.name: short for short in (replace(run, steps=8_000, seed=1) for run in first)}.values()
-    )
+    first: dict[str, Run] = {}
+    for run in runs():
+        first.setdefault(run.experiment.name, replace(run, steps=8_000, seed=1))
+    wanted = {run.experiment.name for run in selected if run.experiment.script != "sb3"}
+    return [run for name, run in first.items() if name in wanted]
 
 
 def check(selected: list[Run], committed: bool) -> int:
