@@ -20,7 +20,19 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from experiments import CLASSIC, HERE, LOCOMOTION, LONG, MUJOCO, RESULTS, SCREENED, STUDIES, Study, runs
+from experiments import (
+    CLASSIC,
+    HEAVY,
+    HERE,
+    LOCOMOTION,
+    LONG,
+    MUJOCO,
+    RESULTS,
+    SCREENED,
+    STUDIES,
+    Study,
+    runs,
+)
 
 ROOT, FIGURES = HERE.parent, HERE / "figures"
 Results = dict[tuple[str, tuple[str, int]], list[dict[str, Any]]]  # by experiment and task
@@ -145,15 +157,14 @@ def normalized(scores: np.ndarray, env_id: str) -> np.ndarray:
     return scores / best if best > 0 else best / scores
 
 
-def mujoco_table(results: Results) -> Iterator[list[str]]:
+def mujoco_table(results: Results, name: str) -> Iterator[list[str]]:
     """Continuous control: ours beside the best published, and as a multiple of it."""
     yield [
         *("environment", "steps", "seeds", "last 100 training episodes", "greedy", "greedy, IQM"),
         *("best published", "ours / theirs"),
     ]
     ratios = []
-    rows = [("mujoco", task, "") for task in tasks(MUJOCO)]
-    for name, (env_id, steps), flags in rows:
+    for env_id, steps in tasks(MUJOCO):
         ours = results.get((name, (env_id, steps)))
         if not ours:
             continue
@@ -161,7 +172,7 @@ def mujoco_table(results: Results) -> Iterator[list[str]]:
         ratio = normalized(greedy, env_id)
         ratios.append(ratio.mean())
         yield [
-            env_id + flags,
+            env_id,
             short(steps),
             f"{len(ours)}",
             spread(score(ours, "training")),
@@ -194,14 +205,15 @@ def over_published(found: list[list[dict[str, Any]]]) -> tuple[float, float, flo
 def screening_table(results: Results) -> Iterator[list[str]]:
     """The screening of continuous control's details: training / greedy of each seed."""
     names = [env_id.partition("-")[0] for env_id in LOCOMOTION]
-    yield ["entry", *(f"{name}, {length}" for length in ("300k", "1M") for name in names), "mean at 300k"]
-    short, long = screening(results, LOCOMOTION), screening(results, LONG)
+    columns = [f"{name}, 300k" for name in (*names, "Ant", "Humanoid")] + [f"{name}, 1M" for name in names]
+    yield ["entry", *columns, "mean of the first three"]
+    short, heavy, long = (screening(results, listed) for listed in (LOCOMOTION, HEAVY, LONG))
     for name, found in short.items():
         cells = [
             "; ".join(
                 f"{np.mean(x['final']['training']):.0f} / {np.mean(x['final']['greedy']):.0f}" for x in each
             )
-            for each in found + long[name]
+            for each in found + heavy[name] + long[name]
         ]
         if any(cells):
             ends = over_published(found)
@@ -266,7 +278,8 @@ def tables() -> dict[str, str]:
     """All tables as Markdown, by name."""
     results = load()
     made = {"classic": classic_table(results)}
-    made |= {"mujoco": mujoco_table(results), "screening": screening_table(results)}
+    made |= {name: mujoco_table(results, name) for name in ("mujoco", "mujoco-start")}
+    made |= {"screening": screening_table(results)}
     made |= {name: study_table(study, results) for name, study in STUDIES.items() if name != "classic"}
     speed = json.loads((RESULTS / "throughput.json").read_text())
     made["speed-classic"] = speed_table(speed, ("CartPole-v1",))
