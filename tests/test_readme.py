@@ -28,7 +28,7 @@ def test_every_flag_exists():
     """Each --flag that the README names belongs to the script, the benchmarks or a tool it calls."""
     names = {field.name for script in SCRIPTS.values() for field in fields(script.Args)}
     flags = {f"--{prefix}{name.replace('_', '-')}" for name in names for prefix in ("", "no-")}
-    others = {"--only", "--help", "--logdir"}
+    others = {"--only", "--store", "--help", "--logdir"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", README)) <= flags | others
 
 
