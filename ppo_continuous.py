@@ -135,7 +135,7 @@ class Args:
     """After each iteration, adapt this coefficient so that the KL of an iteration stays near --desired-kl."""
     desired_kl: float = 0.01
     """Set point of --adapt, in nats."""
-    target_kl: float | None = 0.05
+    target_kl: float | None = None
     """End an iteration's passes when the KL from the old policy exceeds this; it adapts nothing."""
     ent_coef: float = 0.0
     """Weight of the entropy bonus."""
@@ -153,7 +153,7 @@ class Args:
     """Normalise observations by their running mean and standard deviation; one-hot parts are left alone."""
     norm_rewards: bool = True
     """Divide rewards by the running standard deviation of the discounted return (Engstrom 2020, §3)."""
-    init_log_std: float = -1.0
+    init_log_std: float = -0.5
     """Logarithm of the policy's standard deviation at first, where 0 is half of an action's range."""
     hidden_size: int = 64
     """Width of the two hidden layers of the actor, and of the critic."""

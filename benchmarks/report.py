@@ -278,7 +278,7 @@ def tables() -> dict[str, str]:
     """All tables as Markdown, by name."""
     results = load()
     made = {"classic": classic_table(results)}
-    made |= {name: mujoco_table(results, name) for name in ("mujoco", "mujoco-start")}
+    made |= {name: mujoco_table(results, name) for name in ("mujoco", "mujoco-narrow")}
     made |= {"screening": screening_table(results)}
     made |= {name: study_table(study, results) for name, study in STUDIES.items() if name != "classic"}
     speed = json.loads((RESULTS / "throughput.json").read_text())
