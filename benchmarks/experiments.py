@@ -254,7 +254,7 @@ EXPERIMENTS = [
         Experiment(f"mujoco-{name}", "ppo_continuous.py", LOST, 1, f"{START} {SCREENED[name][1]}")
         for name in ("target-kl", "norm-adv")
     ),
-    # Each had been the default for a while, with the table's first seed.
+    # Candidates for the defaults, with the table's first seed.
     Experiment(
         "mujoco-narrow", "ppo_continuous.py", MUJOCO, 1, f"{START} --init-log-std -1 --target-kl 0.05"
     ),
