@@ -871,9 +871,9 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
     optimizer = Adam([flatten_parameters(agent)], args.learning_rate, eps=1e-5, fused=args.device != "mps")
     state = State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
     if checkpoint := args.resume or args.evaluate:
-        saved, state = load_checkpoint(checkpoint, agent, optimizer)
+        before, state = load_checkpoint(checkpoint, agent, optimizer)
         for name in ("learning_rate", "clip_coef", "kl_coef", "ent_coef"):
-            if getattr(args, name) != getattr(saved, name):  # a flag that is given anew, also for what adapts
+            if getattr(args, name) != getattr(before, name):  # given anew: counts for what adapts, too
                 setattr(state, name, getattr(args, name))
     modes = ("greedy", "stochastic")
     if args.evaluate or args.plan:

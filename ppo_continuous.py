@@ -242,7 +242,7 @@ def check_spaces(obs: gym.Space, action: gym.Space) -> None:
     """Raise `Refused` unless this script can train on these spaces, naming the script that can."""
     other = "; ppo.py trains these" if isinstance(action, gym.spaces.Discrete) else ""
     real = isinstance(action, gym.spaces.Box) and np.issubdtype(action.dtype, np.floating)
-    refuse(not real or 0 in action.shape, f"its actions are {action}, not a Box of real numbers{other}")
+    refuse(not real or 0 in (action.shape or ()), f"its actions are {action}, not a Box of real numbers{other}")
     image = len(obs.shape or ()) == 3 or (len(obs.shape or ()) == 2 and obs.dtype == np.uint8)
     refuse(image, f"its observations are images of shape {obs.shape}; ppo_atari.py trains on pixels")
     refuse(not obs.is_np_flattenable, f"its observations, {obs}, do not flatten to a vector")
@@ -919,9 +919,9 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
     optimizer = Adam([flatten_parameters(agent)], args.learning_rate, eps=1e-5, fused=args.device != "mps")
     state = State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
     if checkpoint := args.resume or args.evaluate:
-        saved, state = load_checkpoint(checkpoint, agent, optimizer)
+        before, state = load_checkpoint(checkpoint, agent, optimizer)
         for name in ("learning_rate", "clip_coef", "kl_coef", "ent_coef"):
-            if getattr(args, name) != getattr(saved, name):  # a flag that is given anew, also for what adapts
+            if getattr(args, name) != getattr(before, name):  # given anew: counts for what adapts, too
                 setattr(state, name, getattr(args, name))
     modes = ("greedy", "stochastic")
     if args.evaluate or args.plan:
