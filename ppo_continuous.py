@@ -242,7 +242,8 @@ def check_spaces(obs: gym.Space, action: gym.Space) -> None:
     """Raise `Refused` unless this script can train on these spaces, naming the script that can."""
     other = "; ppo.py trains these" if isinstance(action, gym.spaces.Discrete) else ""
     real = isinstance(action, gym.spaces.Box) and np.issubdtype(action.dtype, np.floating)
-    refuse(not real or 0 in (action.shape or ()), f"its actions are {action}, not a Box of real numbers{other}")
+    empty = 0 in (action.shape or ())
+    refuse(not real or empty, f"its actions are {action}, not a Box of real numbers{other}")
     image = len(obs.shape or ()) == 3 or (len(obs.shape or ()) == 2 and obs.dtype == np.uint8)
     refuse(image, f"its observations are images of shape {obs.shape}; ppo_atari.py trains on pixels")
     refuse(not obs.is_np_flattenable, f"its observations, {obs}, do not flatten to a vector")
