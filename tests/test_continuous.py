@@ -833,7 +833,7 @@ def test_an_entropy_below_zero_is_no_fault():
     """The entropy of a density may be negative: no advice, and --target-entropy may be."""
     state = make_state(make_args())
     assert not any(ppo.diagnose(figures(entropy=-12.0), state, ppo.Args()) for _ in range(100))
-    ppo.check_args(ppo.Args(target_entropy=-6.0))
+    ppo.check_args(ppo.Args(target_entropy=-6.0, ent_coef=0.01))
 
 
 def test_advice_is_as_in_the_table():
