@@ -200,6 +200,43 @@ def test_changes_of_a_script(tmp_path):
         runner.load_script(broken, tmp_path)
 
 
+def test_what_another_version_began_is_done_anew(tmp_path, monkeypatch):
+    """A run goes on from a checkpoint of the same script only; its result names one commit."""
+    experiment = experiments.Experiment("x", "ppo.py", {"CartPole-v1": 2_000}, 1, "--eval-episodes 1")
+    run = experiments.Run(experiment, "CartPole-v1", 2_000, 1)
+    monkeypatch.setattr(runner, "git", lambda *_: "this-version")
+    assert runner.run_ours(run, tmp_path)["sessions"] == 1
+    (checkpoint,) = tmp_path.glob("runs/*/checkpoint.pt")
+    assert runner.run_ours(run, tmp_path)["sessions"] == 2
+    assert checkpoint.exists()
+    monkeypatch.setattr(runner, "git", lambda *_: "another-version")
+    assert runner.run_ours(run, tmp_path)["sessions"] == 1
+    assert not checkpoint.exists()
+
+
+def test_seeds_are_counted_from_the_first(copy):
+    """--seeds takes that many of each experiment, wherever its seeds begin."""
+    with open(copy / "benchmarks/experiments.py", "a") as file:
+        file.write('EXPERIMENTS.append(Experiment("late", "ppo.py", {"CartPole-v1": 9}, 3, first_seed=11))\n')
+    status, output = finish(copy, "--dry-run", "--only", "late", "--seeds", "2")
+    assert status == 0
+    assert [line.rpartition("/")[2] for line in output.splitlines()[:-1]] == ["11", "12"]
+
+
+def test_returns_over_the_best_published():
+    """Above 1 is better, also where returns are costs; a mean over tasks needs as many seeds of each."""
+    assert report.normalized(np.array([2909.55]), "HalfCheetah-v5") == pytest.approx(0.5)
+    assert report.normalized(np.array([-8.2, -2.05]), "Reacher-v5") == pytest.approx([0.5, 2])
+    each = [
+        [{"final": {"training": share * report.BEST[env_id][0]}} for share in (0.2, 0.4)]
+        for env_id in experiments.LOCOMOTION
+    ]
+    mean, low, high = report.over_published(each)
+    assert mean == pytest.approx(0.3)
+    assert 0.2 <= low < 0.3 < high <= 0.4
+    assert report.over_published([each[0], each[1], each[2][:1]]) is None
+
+
 def test_thin():
     """Means over equal parts of the steps, the last part including what is beyond; None for what is empty."""
     steps = np.array([1, 20, 21, 60, 1000, 1010])
