@@ -153,7 +153,14 @@ PER_STEP = (
         "        first_step, start, saved,",
     ),
 )
-RELU = tuple((f"*{layer}).tanh()", f"*{layer}).relu()") for layer in ("first", "second"))
+
+
+def activation(function: str) -> tuple[tuple[str, str], ...]:
+    """Changes of the script's text: this function of `torch.nn.functional` in the place of tanh."""
+    layers = (f"F.linear(x, *{layer})" for layer in ("first", "second"))
+    return tuple((f"{layer}.tanh()", f"F.{function}({layer})") for layer in layers)
+
+
 SCREENED = {  # by name: label, flags, changes of the script's text
     "start": ("the start", "", ()),
     "per-step": ("normalisers move every step", "", PER_STEP),
@@ -168,8 +175,10 @@ SCREENED = {  # by name: label, flags, changes of the script's text
         (),
     ),
     "gamma-0.98": ("γ = 0.98", "--gamma 0.98", ()),
-    "relu": ("ReLU for tanh", "", RELU),
-    "relu-lambda-0.9": ("ReLU for tanh, λ = 0.9", "--gae-lambda 0.9", RELU),
+    "relu": ("ReLU for tanh", "", activation("relu")),
+    "relu-lambda-0.9": ("ReLU for tanh, λ = 0.9", "--gae-lambda 0.9", activation("relu")),
+    "elu": ("ELU for tanh", "", activation("elu")),
+    "silu": ("SiLU for tanh", "", activation("silu")),
     "envs-64": ("64 × 32 steps", "--num-envs 64 --num-steps 32", ()),
     "lambda-0.9": ("λ = 0.9", "--gae-lambda 0.9", ()),
     "width-256": ("networks of 256-256", "--hidden-size 256", ()),
@@ -187,6 +196,7 @@ SCREENED = {  # by name: label, flags, changes of the script's text
         "",
         (("scaled.clamp(-10, 10))", "scaled.clamp(-3, 3))"),),
     ),
+    "std-0.5": ("initial log std -0.7", "--init-log-std -0.7", ()),
     "std-0.37": ("initial log std -1", "--init-log-std -1", ()),
     "std-0.22": ("initial log std -1.5", "--init-log-std -1.5", ()),
     "vf-coef-0.5": ("value coefficient 0.5", "--vf-coef 0.5", ()),
@@ -197,14 +207,26 @@ SCREENED = {  # by name: label, flags, changes of the script's text
 # What was tried on the environments with the most actions and observations, whose KL is the highest.
 HEAVY = {"Ant-v5": 300_000, "Humanoid-v5": 300_000}
 CALMER = "start obs-clip-3 std-0.37 std-0.22 minibatch-256 target-kl epochs-5 clip-0.1 adapt-lr norm-adv"
-CALMER += " lambda-0.9"
+CALMER += " lambda-0.9 elu silu std-0.5"
 LOST = {"InvertedDoublePendulum-v5": 1_000_000}
 # What was tried at the table's length: seeds by task.
 LONG = dict.fromkeys(LOCOMOTION, 1_000_000)
 CHEETAH = {"HalfCheetah-v5": 1_000_000}
 TRIED = {name: (CHEETAH, 1) for name in SCREENED if name not in ("no-anneal-lr", "clip-vloss")}
 TRIED |= dict.fromkeys(
-    ("relu", "lambda-0.9", "relu-lambda-0.9", "target-kl", "std-0.37", "std-0.22"), (LONG, 1)
+    (
+        "relu",
+        "elu",
+        "silu",
+        "std-0.5",
+        "norm-adv",
+        "lambda-0.9",
+        "relu-lambda-0.9",
+        "target-kl",
+        "std-0.37",
+        "std-0.22",
+    ),
+    (LONG, 1),
 )
 TRIED |= {"start": (LONG, 2), "per-step": (LONG, 2), "envs-32": (LONG, 1), "envs-32-norm-adv": (LONG, 1)}
 A2C = "--update-epochs 1 --num-minibatches 1 --num-steps 8 --no-norm-adv"
