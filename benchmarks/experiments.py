@@ -179,6 +179,7 @@ SCREENED = {  # by name: label, flags, changes of the script's text
     "relu-lambda-0.9": ("ReLU for tanh, λ = 0.9", "--gae-lambda 0.9", activation("relu")),
     "elu": ("ELU for tanh", "", activation("elu")),
     "silu": ("SiLU for tanh", "", activation("silu")),
+    "elu-std-0.37": ("ELU for tanh, initial log std -1", "--init-log-std -1", activation("elu")),
     "envs-64": ("64 × 32 steps", "--num-envs 64 --num-steps 32", ()),
     "lambda-0.9": ("λ = 0.9", "--gae-lambda 0.9", ()),
     "width-256": ("networks of 256-256", "--hidden-size 256", ()),
@@ -196,7 +197,6 @@ SCREENED = {  # by name: label, flags, changes of the script's text
         "",
         (("scaled.clamp(-10, 10))", "scaled.clamp(-3, 3))"),),
     ),
-    "std-0.5": ("initial log std -0.7", "--init-log-std -0.7", ()),
     "std-0.37": ("initial log std -1", "--init-log-std -1", ()),
     "std-0.22": ("initial log std -1.5", "--init-log-std -1.5", ()),
     "vf-coef-0.5": ("value coefficient 0.5", "--vf-coef 0.5", ()),
@@ -207,7 +207,7 @@ SCREENED = {  # by name: label, flags, changes of the script's text
 # What was tried on the environments with the most actions and observations, whose KL is the highest.
 HEAVY = {"Ant-v5": 300_000, "Humanoid-v5": 300_000}
 CALMER = "start obs-clip-3 std-0.37 std-0.22 minibatch-256 target-kl epochs-5 clip-0.1 adapt-lr norm-adv"
-CALMER += " lambda-0.9 elu silu std-0.5"
+CALMER += " lambda-0.9 elu silu elu-std-0.37"
 LOST = {"InvertedDoublePendulum-v5": 1_000_000}
 # What was tried at the table's length: seeds by task.
 LONG = dict.fromkeys(LOCOMOTION, 1_000_000)
@@ -218,17 +218,19 @@ TRIED |= dict.fromkeys(
         "relu",
         "elu",
         "silu",
-        "std-0.5",
         "norm-adv",
         "lambda-0.9",
         "relu-lambda-0.9",
         "target-kl",
         "std-0.37",
         "std-0.22",
+        "elu-std-0.37",
     ),
     (LONG, 1),
 )
 TRIED |= {"start": (LONG, 2), "per-step": (LONG, 2), "envs-32": (LONG, 1), "envs-32-norm-adv": (LONG, 1)}
+# And what was tried on tasks of other kinds.
+OTHERS = {"Swimmer-v5": 1_000_000, **LOST, "Pendulum-v1": 100_000}
 A2C = "--update-epochs 1 --num-minibatches 1 --num-steps 8 --no-norm-adv"
 
 EXPERIMENTS = [
@@ -270,6 +272,11 @@ EXPERIMENTS = [
         Experiment(f"mujoco-{name}", "ppo_continuous.py", HEAVY, 1, f"{START} {flags}", changes, 11)
         for name, (_, flags, changes) in SCREENED.items()
         if name in CALMER.split()
+    ),
+    *(
+        Experiment(f"mujoco-{name}", "ppo_continuous.py", OTHERS, 1, f"{START} {flags}", changes, 11)
+        for name, (_, flags, changes) in SCREENED.items()
+        if name in ("start", "elu", "elu-std-0.37")
     ),
     # Once solved, InvertedDoublePendulum was lost again in one update with the table's first seed.
     *(
