@@ -161,6 +161,7 @@ def activation(function: str) -> tuple[tuple[str, str], ...]:
     return tuple((f"{layer}.tanh()", f"F.{function}({layer})") for layer in layers)
 
 
+CLIP_3 = (("scaled.clamp(-10, 10))", "scaled.clamp(-3, 3))"),)
 SCREENED = {  # by name: label, flags, changes of the script's text
     "start": ("the start", "", ()),
     "per-step": ("normalisers move every step", "", PER_STEP),
@@ -180,6 +181,7 @@ SCREENED = {  # by name: label, flags, changes of the script's text
     "elu": ("ELU for tanh", "", activation("elu")),
     "silu": ("SiLU for tanh", "", activation("silu")),
     "elu-std-0.37": ("ELU for tanh, initial log std -1", "--init-log-std -1", activation("elu")),
+    "elu-obs-clip-3": ("ELU for tanh, observations within ±3", "", (*activation("elu"), *CLIP_3)),
     "envs-64": ("64 × 32 steps", "--num-envs 64 --num-steps 32", ()),
     "lambda-0.9": ("λ = 0.9", "--gae-lambda 0.9", ()),
     "width-256": ("networks of 256-256", "--hidden-size 256", ()),
@@ -192,11 +194,7 @@ SCREENED = {  # by name: label, flags, changes of the script's text
     "adapt-lr": ("learning rate kept at a KL of 0.02", "--adapt learning-rate --desired-kl 0.02", ()),
     "target-kl": ("epochs end at a KL of 0.05", "--target-kl 0.05", ()),
     "clip-0.1": ("clip range 0.1", "--clip-coef 0.1", ()),
-    "obs-clip-3": (
-        "observations within ±3",
-        "",
-        (("scaled.clamp(-10, 10))", "scaled.clamp(-3, 3))"),),
-    ),
+    "obs-clip-3": ("observations within ±3", "", CLIP_3),
     "std-0.37": ("initial log std -1", "--init-log-std -1", ()),
     "std-0.22": ("initial log std -1.5", "--init-log-std -1.5", ()),
     "vf-coef-0.5": ("value coefficient 0.5", "--vf-coef 0.5", ()),
@@ -207,7 +205,7 @@ SCREENED = {  # by name: label, flags, changes of the script's text
 # What was tried on the environments with the most actions and observations, whose KL is the highest.
 HEAVY = {"Ant-v5": 300_000, "Humanoid-v5": 300_000}
 CALMER = "start obs-clip-3 std-0.37 std-0.22 minibatch-256 target-kl epochs-5 clip-0.1 adapt-lr norm-adv"
-CALMER += " lambda-0.9 elu silu elu-std-0.37"
+CALMER += " lambda-0.9 elu silu elu-std-0.37 elu-obs-clip-3"
 LOST = {"InvertedDoublePendulum-v5": 1_000_000}
 # What was tried at the table's length: seeds by task.
 LONG = dict.fromkeys(LOCOMOTION, 1_000_000)
