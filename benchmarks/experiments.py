@@ -180,6 +180,7 @@ SCREENED = {  # by name: label, flags, changes of the script's text
     "relu-lambda-0.9": ("ReLU for tanh, λ = 0.9", "--gae-lambda 0.9", activation("relu")),
     "elu": ("ELU for tanh", "", activation("elu")),
     "silu": ("SiLU for tanh", "", activation("silu")),
+    "elu-std-0.5": ("ELU for tanh, initial log std -0.7", "--init-log-std -0.7", activation("elu")),
     "elu-std-0.37": ("ELU for tanh, initial log std -1", "--init-log-std -1", activation("elu")),
     "elu-obs-clip-3": ("ELU for tanh, observations within ±3", "", (*activation("elu"), *CLIP_3)),
     "envs-64": ("64 × 32 steps", "--num-envs 64 --num-steps 32", ()),
@@ -205,7 +206,7 @@ SCREENED = {  # by name: label, flags, changes of the script's text
 # What was tried on the environments with the most actions and observations, whose KL is the highest.
 HEAVY = {"Ant-v5": 300_000, "Humanoid-v5": 300_000}
 CALMER = "start obs-clip-3 std-0.37 std-0.22 minibatch-256 target-kl epochs-5 clip-0.1 adapt-lr norm-adv"
-CALMER += " lambda-0.9 elu silu elu-std-0.37 elu-obs-clip-3"
+CALMER += " lambda-0.9 elu silu elu-std-0.37 elu-std-0.5 elu-obs-clip-3"
 LOST = {"InvertedDoublePendulum-v5": 1_000_000}
 # What was tried at the table's length: seeds by task.
 LONG = dict.fromkeys(LOCOMOTION, 1_000_000)
@@ -274,7 +275,7 @@ EXPERIMENTS = [
     *(
         Experiment(f"mujoco-{name}", "ppo_continuous.py", OTHERS, 1, f"{START} {flags}", changes, 11)
         for name, (_, flags, changes) in SCREENED.items()
-        if name in ("start", "elu", "elu-std-0.37")
+        if name in ("start", "elu", "elu-std-0.5", "elu-std-0.37")
     ),
     # Once solved, InvertedDoublePendulum was lost again in one update with the table's first seed.
     *(
