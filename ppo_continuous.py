@@ -153,7 +153,7 @@ class Args:
     """Normalise observations by their running mean and standard deviation; one-hot parts are left alone."""
     norm_rewards: bool = True
     """Divide rewards by the running standard deviation of the discounted return (Engstrom 2020, §3)."""
-    init_log_std: float = -0.5
+    init_log_std: float = -0.7
     """Logarithm of the policy's standard deviation at first, where 0 is half of an action's range."""
     hidden_size: int = 64
     """Width of the two hidden layers of the actor, and of the critic."""
@@ -336,7 +336,7 @@ class RunningMoments(nn.Module):
 
 
 class MLP(nn.ModuleList):
-    """Two tanh layers and a linear one: orthogonal weights of gain √2, last `gain`; biases 0 (Huang 2022)."""
+    """Two ELU layers and a linear one: orthogonal weights of gain √2, last `gain`; biases 0 (Huang 2022)."""
 
     def __init__(self, inputs: int, hidden: int, outputs: int, gain: float):
         layers = [nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)]
@@ -349,8 +349,8 @@ class MLP(nn.ModuleList):
 
     def forward(self, x: Tensor) -> Tensor:
         first, second, last = self.layers
-        x = F.linear(x, *first).tanh()
-        x = F.linear(x, *second).tanh()
+        x = F.elu(F.linear(x, *first))
+        x = F.elu(F.linear(x, *second))
         return F.linear(x, *last)
 
 

@@ -5,13 +5,12 @@
 
 CartPole runs with ppo.py at CleanRL's settings (128 steps, 4 minibatches, 4 epochs, 64-64 tanh) and 1 to
 1,024 environments; HalfCheetah and Humanoid with ppo_continuous.py (8 environments, 256 steps, minibatches of
-64, 10 epochs), with observations normalised and rewards scaled by both. Each run is a process of its own with
-one thread, ours also with --compile, and with --async-envs, which are processes more, where that may pay.
-What counts is the training loop as a user runs it, from the second iteration on: ours with TensorBoard and
-status lines, Stable-Baselines3's `learn` without a logger. Start-up, compiling (which is stated) and
-evaluation count for none. An absolute figure says little on a shared machine; the ratio of neighbouring runs
-says more. With --store, the figures replace those that
-`report.py` makes the tables of.
+64, 10 epochs, 64-64 ELU), with observations normalised and rewards scaled by both. Each run is a process of
+its own with one thread, ours also with --compile, and with --async-envs, which are processes more, where that
+may pay. What counts is the training loop as a user runs it, from the second iteration on: ours with
+TensorBoard and status lines, Stable-Baselines3's `learn` without a logger. Start-up, compiling (which is
+stated) and evaluation count for none. An absolute figure says little on a shared machine; the ratio of
+neighbouring runs says more. With --store, the figures replace those that `report.py` makes the tables of.
 """
 
 from __future__ import annotations
@@ -150,10 +149,11 @@ def run_sb3(case: Case, env_id: str, num_envs: int, timesteps: int) -> dict[str,
     torch.set_num_threads(1)
     envs = make_vec_env(env_id, num_envs)
     batch_size = case.num_steps * num_envs // case.minibatches
+    activation = torch.nn.Tanh if case.script == "ppo" else torch.nn.ELU
     model = PPO(
         "MlpPolicy", VecNormalize(envs) if case.normalize else envs, device="cpu", n_steps=case.num_steps,
         n_epochs=case.epochs, batch_size=batch_size, ent_coef=0.01, vf_coef=0.25,
-        learning_rate=lambda left: case.learning_rate * left,
+        learning_rate=lambda left: case.learning_rate * left, policy_kwargs={"activation_fn": activation},
     )  # fmt: skip
     model.learn(timesteps, callback=Mark())
     steps, start = marks[1]  # the start of the second iteration

@@ -563,7 +563,7 @@ def make_sb3(agent, rollout, args):
         ent_coef=args.ent_coef,
         vf_coef=args.vf_coef / 2,  # its value loss has no ½
         max_grad_norm=args.max_grad_norm,
-        policy_kwargs={"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "activation_fn": torch.nn.Tanh},
+        policy_kwargs={"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "activation_fn": torch.nn.ELU},
         device="cpu",
     )
     model.set_logger(Logger(None, []))

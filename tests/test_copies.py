@@ -46,6 +46,14 @@ COPIES = {
 + "ent_coef vf_coef kl_coef entropy_tolerance": (0, 1e6),
 + "target_entropy": (-1e6, 1e6),
 + "init_log_std": (-5, 3),
+@ MLP
+- """Two tanh layers and a linear one: orthogonal weights of gain √2, last `gain`; biases 0 (Huang 2022)."""
++ """Two ELU layers and a linear one: orthogonal weights of gain √2, last `gain`; biases 0 (Huang 2022)."""
+@ MLP.forward
+- x = F.linear(x, *first).tanh()
+- x = F.linear(x, *second).tanh()
++ x = F.elu(F.linear(x, *first))
++ x = F.elu(F.linear(x, *second))
 @ Agent.__init__
 - self.norm_obs, self.num_actions, self.first_action = args.norm_obs, int(actions.n), int(actions.start)
 - self.actor = MLP(len(one_hot), args.hidden_size, self.num_actions, gain=0.01)  # near-uniform at first
