@@ -37,7 +37,11 @@ from experiments import RESULTS
 from run import git, provenance, write
 
 ROOT = Path(__file__).resolve().parent.parent
-FLAGS = {"ours": "", "compiled": " --compile", "workers": " --compile --async-envs"}
+FLAGS = {
+    "ours": "", "compiled": " --compile", "workers": " --compile --async-envs", "bfloat16": " --bfloat16",
+    "both": " --bfloat16 --compile",
+}  # fmt: skip
+LIMITS = {"games": "the games alone", "network": "the network alone", "rough": "the same in bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,8 @@ class Case:
     epochs: int
     learning_rate: float
     normalize: bool
-    who: tuple[str, ...] = (*FLAGS, "sb3")
+    who: tuple[str, ...] = ("ours", "compiled", "workers", "sb3")
+    timesteps: int = 30_000  # at least
 
 
 CASES = {
@@ -60,7 +65,55 @@ CASES = {
     ),
     "HalfCheetah-v5": Case("ppo_continuous", (8,), 256, 32, 10, 3e-4, True),
     "Humanoid-v5": Case("ppo_continuous", (8,), 256, 32, 10, 3e-4, True),
+    "BreakoutNoFrameskip-v4": Case(
+        "ppo_atari", (8,), 128, 4, 4, 2.5e-4, False, ("ours", "bfloat16", "both", *LIMITS, "sb3"), 6_000
+    ),
 }
+
+
+def settings(script: Any, case: Case, env_id: str, num_envs: int, timesteps: int, who: str) -> Any:
+    """The script's settings."""
+    own: dict[str, Any] = {"norm_obs": case.normalize, "norm_rewards": case.normalize}
+    own["async_envs"] = who == "workers"
+    if case.script == "ppo_atari":
+        own = {"bfloat16": who in ("bfloat16", "both", "rough")}
+    return script.Args(
+        env_id=env_id, num_envs=num_envs, total_timesteps=timesteps, num_steps=case.num_steps,
+        num_minibatches=case.minibatches, update_epochs=case.epochs, learning_rate=case.learning_rate,
+        gae_lambda=0.95, norm_adv=True, recompute_advantages=False, **own,
+        compile=who in ("compiled", "workers", "both"),
+    )  # fmt: skip
+
+
+def run_limit(case: Case, env_id: str, num_envs: int, timesteps: int, who: str) -> dict[str, Any]:
+    """Steps a second of ppo_atari.py's games without the network, or of the network without the games."""
+    import torch
+
+    sys.path.insert(0, str(ROOT))
+    script = importlib.import_module(case.script)
+    args = settings(script, case, env_id, num_envs, timesteps, who)
+    torch.set_num_threads(script.count_threads(args))
+    envs = script.make_envs(args, num_envs, True)
+    envs.reset(seed=1)
+    agent = script.Agent(args, envs.single_action_space).to(script.pick_device(args))
+    optimizer = torch.optim.Adam([script.flatten_parameters(agent)], eps=1e-5, fused=True)
+    rollout, marks = script.Rollout(args, agent, num_envs), []
+    state = script.State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
+    actions = torch.randint(agent.num_actions, (case.num_steps, num_envs))
+    rollout.obs.random_(256)
+    rollout.actions.copy_(actions)
+    rollout.valid[:] = True
+    for _ in range(1 + max(1, timesteps // (case.num_steps * num_envs))):
+        if who == "games":
+            for action in actions.numpy():
+                envs.step(action)
+        else:
+            with torch.inference_mode():
+                for obs, noise in zip(rollout.obs, agent.noise(case.num_steps, num_envs), strict=False):
+                    agent.act(obs, noise)[0].cpu()
+            script.update(agent, optimizer, rollout, state, args)
+        marks.append(time.perf_counter())
+    return {"sps": (len(marks) - 1) * case.num_steps * num_envs / (marks[-1] - marks[0])}
 
 
 def run_ours(case: Case, env_id: str, num_envs: int, timesteps: int, who: str) -> dict[str, Any]:
@@ -82,9 +135,10 @@ def run_ours(case: Case, env_id: str, num_envs: int, timesteps: int, who: str) -
         return call
 
     def make_envs(*args: Any, **kwargs: Any) -> Any:
-        envs, one_hot = original_make_envs(*args, **kwargs)
+        made = original_make_envs(*args, **kwargs)
+        envs = made[0] if isinstance(made, tuple) else made
         envs.step = timed("environment", envs.step)
-        return envs, one_hot
+        return made
 
     def report(writer: Any, figures: dict, rollout: Any, state: Any, args: Any) -> list[str]:
         messages = original_report(writer, figures, rollout, state, args)
@@ -101,13 +155,7 @@ def run_ours(case: Case, env_id: str, num_envs: int, timesteps: int, who: str) -
     script.compute_gae = timed("advantages", script.compute_gae)
     script.collect_rollout = timed("collect", script.collect_rollout)
     script.update = timed("update", script.update)
-    args = script.Args(
-        env_id=env_id, num_envs=num_envs, total_timesteps=timesteps, num_steps=case.num_steps,
-        num_minibatches=case.minibatches, update_epochs=case.epochs, learning_rate=case.learning_rate,
-        gae_lambda=0.95, norm_adv=True, recompute_advantages=False, norm_obs=case.normalize,
-        norm_rewards=case.normalize, compile=who != "ours",
-        async_envs=who == "workers",
-    )  # fmt: skip
+    args = settings(script, case, env_id, num_envs, timesteps, who)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         os.chdir(folder)
         script.train(args)
@@ -134,8 +182,8 @@ def run_sb3(case: Case, env_id: str, num_envs: int, timesteps: int) -> dict[str,
     import torch
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
-    from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.vec_env import VecNormalize
+    from stable_baselines3.common.env_util import make_atari_env, make_vec_env
+    from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
 
     marks: list[tuple[int, float]] = []
 
@@ -146,14 +194,17 @@ def run_sb3(case: Case, env_id: str, num_envs: int, timesteps: int) -> dict[str,
         def _on_rollout_start(self) -> None:
             marks.append((self.num_timesteps, time.perf_counter()))
 
-    torch.set_num_threads(1)
-    envs = make_vec_env(env_id, num_envs)
+    pixels = case.script == "ppo_atari"
+    if not pixels:
+        torch.set_num_threads(1)
+    envs = VecFrameStack(make_atari_env(env_id, num_envs), 4) if pixels else make_vec_env(env_id, num_envs)
     batch_size = case.num_steps * num_envs // case.minibatches
-    activation = torch.nn.Tanh if case.script == "ppo" else torch.nn.ELU
+    activation = torch.nn.ELU if case.script == "ppo_continuous" else torch.nn.Tanh
     model = PPO(
-        "MlpPolicy", VecNormalize(envs) if case.normalize else envs, device="cpu", n_steps=case.num_steps,
-        n_epochs=case.epochs, batch_size=batch_size, ent_coef=0.01, vf_coef=0.25,
-        learning_rate=lambda left: case.learning_rate * left, policy_kwargs={"activation_fn": activation},
+        "CnnPolicy" if pixels else "MlpPolicy", VecNormalize(envs) if case.normalize else envs,
+        n_steps=case.num_steps, n_epochs=case.epochs, batch_size=batch_size, ent_coef=0.01, vf_coef=0.25,
+        learning_rate=lambda left: case.learning_rate * left, device="auto" if pixels else "cpu",
+        policy_kwargs={} if pixels else {"activation_fn": activation},
     )  # fmt: skip
     model.learn(timesteps, callback=Mark())
     steps, start = marks[1]  # the start of the second iteration
@@ -186,14 +237,14 @@ def compare(env_id: str, num_envs: int, timesteps: int, rounds: int) -> dict[str
     for who in runs:
         row[who] = {"sps": spread([run["sps"] for run in runs[who]])}
         row[who]["mib"] = round(statistics.median(run["mib"] for run in runs[who]))
-        if who != "sb3":
+        if "shares" in runs[who][0]:
             pairs = zip(runs[who], runs["sb3"], strict=True)
             row[who]["ratio"] = spread([ours["sps"] / theirs["sps"] for ours, theirs in pairs])
             parts = runs[who][0]["shares"]
             row[who]["shares"] = {
                 part: spread([run["shares"][part] for run in runs[who]])[1] for part in parts
             }
-        if who in ("compiled", "workers"):
+        if who in ("compiled", "workers", "both"):
             row[who]["compiling"] = spread([run["compiling"] for run in runs[who]])
     return row
 
@@ -206,11 +257,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each, in alternation")
     parser.add_argument("--timesteps", type=int, help="transitions of a run; default: some seconds' worth")
     parser.add_argument("--store", action="store_true", help="keep the figures for the tables")
-    parser.add_argument("--one", choices=(*FLAGS, "sb3"), help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=(*FLAGS, *LIMITS, "sb3"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         one = CASES[options.env_id], options.env_id, options.num_envs, options.timesteps
-        result = run_sb3(*one) if options.one == "sb3" else run_ours(*one, options.one)
+        function = run_limit if options.one in LIMITS else run_ours
+        result = run_sb3(*one) if options.one == "sb3" else function(*one, options.one)
         result["mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps(result))
         return
@@ -222,11 +274,13 @@ def main() -> None:
         for num_envs in (options.num_envs,) if options.num_envs else case.sizes:
             if env_id != (options.env_id or env_id):
                 continue
-            steps = options.timesteps or max(30_000, 6 * case.num_steps * num_envs)
+            steps = options.timesteps or max(case.timesteps, 6 * case.num_steps * num_envs)
             row = compare(env_id, num_envs, steps, options.rounds)
             print(f"{env_id}, {num_envs:,} environments, {steps:,} steps")
             for who in case.who:
-                name = "Stable-Baselines3" if who == "sb3" else f"{case.script}.py{FLAGS[who]}"
+                name = (
+                    f"{case.script}.py{FLAGS[who]}" if who in FLAGS else LIMITS.get(who, "Stable-Baselines3")
+                )
                 low, median, high = row[who]["sps"]
                 print(f"  {name:<40}{median:>8,.0f} ({low:,.0f} to {high:,.0f})", end="")
                 if "ratio" in row[who]:

@@ -1,0 +1,36 @@
+"""A process of `test_two_processes_learn_like_one`: updates on its share of one and the same rollout."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+from test_atari import make_agent, make_args, make_rollout, make_state  # noqa: E402
+
+import ppo_atari as ppo  # noqa: E402
+
+rank, size = ppo.world()
+if size > 1:
+    dist.init_process_group("gloo")
+torch.set_num_threads(1)
+args = make_args(num_minibatches=1, update_epochs=3, max_grad_norm=0.5, learning_rate=1e-3)
+agent = make_agent(args)
+whole = make_rollout(args, agent, seed=4, chance=0.3)
+share = slice(rank * args.num_envs // size, (rank + 1) * args.num_envs // size)
+rollout = ppo.Rollout(args, agent, args.num_envs // size)
+for name in ("obs", "policy", "values", "actions", "rewards", "terminated", "truncated", "valid"):
+    getattr(rollout, name).copy_(getattr(whole, name)[:, share])
+counts = whole.valid.sum(0)
+assert counts[:2].sum() != counts[2:].sum()  # unequal shares, or weights would not matter
+vector = ppo.flatten_parameters(agent)
+before = vector.detach().clone()
+optimizer = torch.optim.Adam([vector], 1e-3, eps=1e-5)
+figures = ppo.update(agent, optimizer, rollout, make_state(args), args)
+if rank == 0:
+    torch.save({"before": before, "weights": vector.detach(), "figures": figures}, sys.argv[1])
+if size > 1:
+    dist.barrier()  # or a process may end while gloo still holds its tensors, which aborts it
+    dist.destroy_process_group()
