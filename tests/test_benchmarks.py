@@ -25,10 +25,11 @@ import torch
 import tyro
 
 import ppo
+import ppo_atari
 import ppo_continuous
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {"ppo.py": ppo, "ppo_continuous.py": ppo_continuous}
+SCRIPTS = {"ppo.py": ppo, "ppo_continuous.py": ppo_continuous, "ppo_atari.py": ppo_atari}
 
 TINY = """
 EXPERIMENTS[:] = [

@@ -7,14 +7,17 @@ import shlex
 from dataclasses import fields
 from pathlib import Path
 
+import ale_py
 import gymnasium as gym
 import pytest
 import tyro
 
 import ppo
+import ppo_atari
 import ppo_continuous
 
-SCRIPTS = {"ppo.py": ppo, "ppo_continuous.py": ppo_continuous}
+SCRIPTS = {"ppo.py": ppo, "ppo_continuous.py": ppo_continuous, "ppo_atari.py": ppo_atari}
+gym.register_envs(ale_py)
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
@@ -28,14 +31,14 @@ def test_every_flag_exists():
     """Each --flag that the README names belongs to the script, the benchmarks or a tool it calls."""
     names = {field.name for script in SCRIPTS.values() for field in fields(script.Args)}
     flags = {f"--{prefix}{name.replace('_', '-')}" for name in names for prefix in ("", "no-")}
-    others = {"--only", "--store", "--help", "--logdir"}
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", README)) <= flags | others
+    others = {"--only", "--store", "--help", "--logdir", "--nproc-per-node"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", README)) <= flags | others
 
 
-@pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith("python ppo")])
+@pytest.mark.parametrize("line", [line for line in COMMANDS if re.match(r"(python|torchrun .*) ppo", line)])
 def test_every_command_of_the_scripts_is_understood(line):
     """The command line parses, its settings are accepted, and its environment is known to Gymnasium."""
-    _, name, *words = shlex.split(line)
+    name, *words = shlex.split(line.partition("ppo")[1] + line.partition("ppo")[2])
     script = SCRIPTS[name]
     args = tyro.cli(script.Args, args=words)
     if not args.track:
