@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import torch
-from experiments import HERE, LOCOMOTION, LONG, MUJOCO, SCREENED, STUDIES, Study
+from experiments import HERE, LOCOMOTION, MUJOCO, STUDIES, Study
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -104,37 +104,27 @@ def mujoco_figure(results: dict) -> Figure:
     return figure
 
 
-def screening_figure(results: dict) -> Figure:
-    """The screening of continuous control's details: returns over the best published, by entry."""
-    from report import normalized, over_published, score, screening
+def ablation_figure(results: dict) -> Figure:
+    """The ablation of continuous control: returns over the best published, by entry, with intervals."""
+    from report import ablation, interval, over_published
+    from rliable.metrics import aggregate_mean
 
-    short, long = screening(results, LOCOMOTION), screening(results, LONG)
-    points = {name: ends for name, found in short.items() if (ends := over_published(found))}
-    means = {name: points.get(name, [-1.0])[0] for name in SCREENED if name in points or any(long[name])}
-    names = sorted(means, key=lambda name: means[name])
-    figure = Figure(figsize=(9, 1.6 + 0.25 * len(names)), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    for axes, found, mode in ((left, short, "training"), (right, long, "greedy")):
-        for index, (env_id, marker) in enumerate(zip(LOCOMOTION, "^sv", strict=True)):
-            style = {"color": COLORS[index + 1], "marker": marker, "alpha": 0.7, "s": 18}
-            pairs = [
-                (x, y)
-                for y, name in enumerate(names)
-                if found[name][index]
-                for x in normalized(score(found[name][index], mode), env_id)
-            ]
-            axes.scatter(*zip(*pairs, strict=True), **style, label=f"{env_id}, a seed")
-    rows = [(names.index(name), *ends) for name, ends in points.items()]
-    y, middle, low, high = np.array(rows).T
+    over = {label: over_published(found) for label, found in ablation(results).values()}
+    ends = {label: interval(aggregate_mean, scores) for label, scores in over.items()}
+    labels = sorted(ends, key=lambda label: ends[label][0])
+    figure = Figure(figsize=(8, 1.6 + 0.25 * len(labels)), layout="constrained")
+    axes = figure.subplots()
+    for index, (env_id, marker) in enumerate(zip(LOCOMOTION, "^sv", strict=True)):
+        pairs = [(x, y) for y, label in enumerate(labels) for x in over[label][:, index]]
+        style = {"color": COLORS[index + 1], "marker": marker, "alpha": 0.7, "s": 18}
+        axes.scatter(*zip(*pairs, strict=True), **style, label=f"{env_id}, a seed")
+    middle, low, high = np.array([ends[label] for label in labels]).T
     style = {"color": COLORS[0], "fmt": "o", "label": "mean, with its 95% interval"}
-    left.errorbar(middle, y, xerr=(middle - low, high - middle), **style)
-    left.axvline(points["start"][0], color="gray", linewidth=0.8, linestyle=":")
-    left.set_yticks(range(len(names)), [SCREENED[name][0] for name in names])
-    left.set_title("training, 300,000 steps", fontsize="medium")
-    right.set_title("greedy evaluation, 1M steps", fontsize="medium")
-    for axes in (left, right):
-        axes.set_xlabel("return / the best published for PPO at 1M steps")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    axes.errorbar(middle, range(len(labels)), xerr=(middle - low, high - middle), **style)
+    axes.axvline(ends["the defaults"][0], color="gray", linewidth=0.8, linestyle=":")
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_xlabel("return in training after 300,000 steps / the best published for PPO at 1M steps")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
 
@@ -229,7 +219,7 @@ def draw(results: dict) -> Iterator[Path]:
                 name: study_figure(study, list(tasks(study.tasks)), results)
                 for name, study in STUDIES.items()
             }
-            made |= {"mujoco": mujoco_figure(results), "screening": screening_figure(results)}
+            made |= {"mujoco": mujoco_figure(results), "ablation": ablation_figure(results)}
             made |= {"objective": objective_figure(), "gae": gae_figure()}
             for name, figure in made.items():
                 path = FIGURES / f"{name}-{theme}.png"

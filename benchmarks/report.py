@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 from experiments import (
+    ABLATION,
     CLASSIC,
-    HEAVY,
     HERE,
     LOCOMOTION,
-    LONG,
     MUJOCO,
     RESULTS,
     SCREENED,
+    SEARCH,
     STUDIES,
     Study,
     runs,
@@ -184,40 +184,52 @@ def mujoco_table(results: Results, name: str) -> Iterator[list[str]]:
     yield ["mean", "", "", "", "", "", "", f"**{np.mean(ratios):.2f}**"]
 
 
-def screening(results: Results, listed: Mapping[str, int]) -> dict[str, list[list[dict[str, Any]]]]:
-    """By entry of the screening: its results on each of the tasks, as far as it was run on them."""
-    return {name: [results.get((f"mujoco-{name}", task), []) for task in tasks(listed)] for name in SCREENED}
-
-
-def over_published(found: list[list[dict[str, Any]]]) -> tuple[float, float, float] | None:
-    """Mean over the tasks of returns in training as multiples of the best published, and its interval.
-
-    None unless each task has as many seeds as the others, and at least two.
-    """
-    from rliable.metrics import aggregate_mean
-
-    if len(found[0]) < 2 or len({len(results) for results in found}) > 1:
-        return None
+def over_published(found: list[list[dict[str, Any]]]) -> np.ndarray:
+    """[seeds, tasks] returns in training on `LOCOMOTION`, as multiples of the best published."""
     each = [normalized(score(x, "training"), env_id) for x, env_id in zip(found, LOCOMOTION, strict=True)]
-    return interval(aggregate_mean, np.stack(each, 1))
+    return np.stack(each, 1)
 
 
-def screening_table(results: Results) -> Iterator[list[str]]:
-    """The screening of continuous control's details: training / greedy of each seed."""
+def ablation(results: Results) -> dict[str, tuple[str, list[list[dict[str, Any]]]]]:
+    """Of the defaults, and of each entry that was run on all tasks: the label, and the results on each."""
+    listed = {"mujoco": "the defaults"} | {
+        f"mujoco-but-{name}": label for name, (label, *_) in ABLATION.items()
+    }
+    found = {name: [results.get((name, task), []) for task in tasks(LOCOMOTION)] for name in listed}
+    seeds = len(found["mujoco"][0])
+    return {
+        name: (listed[name], each)
+        for name, each in found.items()
+        if seeds > 1 and all(len(x) == seeds for x in each)
+    }
+
+
+def ablation_table(results: Results) -> Iterator[list[str]]:
+    """One detail of continuous control changed at a time: returns in training, and over the published."""
+    from rliable.metrics import aggregate_mean, probability_of_improvement
+
     names = [env_id.partition("-")[0] for env_id in LOCOMOTION]
-    columns = [f"{name}, 300k" for name in (*names, "Ant", "Humanoid")] + [f"{name}, 1M" for name in names]
-    yield ["entry", *columns, "mean of the first three"]
-    short, heavy, long = (screening(results, listed) for listed in (LOCOMOTION, HEAVY, LONG))
-    for name, found in short.items():
-        cells = [
-            "; ".join(
-                f"{np.mean(x['final']['training']):.0f} / {np.mean(x['final']['greedy']):.0f}" for x in each
-            )
-            for each in found + heavy[name] + long[name]
-        ]
-        if any(cells):
-            ends = over_published(found)
-            yield [SCREENED[name][0], *cells, "{:.2f} [{:.2f}, {:.2f}]".format(*ends) if ends else ""]
+    yield ["entry", "seeds", *names, "mean, over the best published", "P, the defaults are better"]
+    rows, default = [], None
+    for label, found in ablation(results).values():
+        over = over_published(found)
+        default = over if default is None else default
+        mean, low, high = interval(aggregate_mean, over)
+        better = "{:.2f} [{:.2f}, {:.2f}]".format(*interval(probability_of_improvement, default, over))
+        cells = [spread(score(x, "training")) for x in found]
+        mark = "" if over is default else better
+        rows.append((mean, [label, f"{len(over)}", *cells, f"**{mean:.2f}** [{low:.2f}, {high:.2f}]", mark]))
+    yield from (row for _, row in sorted(rows, key=lambda pair: -pair[0]))
+
+
+def search_table(results: Results) -> Iterator[list[str]]:
+    """The search for continuous control's defaults: training / greedy of each seed, as far as it was run."""
+    columns = dict.fromkeys(task for listed, *_ in SEARCH for task in tasks(listed))
+    yield ["entry", *(f"{env_id.partition('-')[0]}, {short(steps)}" for env_id, steps in columns)]
+    for name, (label, *_) in SCREENED.items():
+        found = [results.get((f"mujoco-{name}", task), []) for task in columns]
+        pairs = ([[np.mean(x["final"][m]) for m in ("training", "greedy")] for x in each] for each in found)
+        yield [label, *("; ".join("{:.0f} / {:.0f}".format(*pair) for pair in each) for each in pairs)]
 
 
 def study_table(study: Study, results: Results) -> Iterator[list[str]]:
@@ -278,8 +290,8 @@ def tables() -> dict[str, str]:
     """All tables as Markdown, by name."""
     results = load()
     made = {"classic": classic_table(results)}
-    made |= {name: mujoco_table(results, name) for name in ("mujoco", "mujoco-narrow")}
-    made |= {"screening": screening_table(results)}
+    made |= {name: mujoco_table(results, name) for name in ("mujoco", "mujoco-start", "mujoco-narrow")}
+    made |= {"ablation": ablation_table(results), "search": search_table(results)}
     made |= {name: study_table(study, results) for name, study in STUDIES.items() if name != "classic"}
     speed = json.loads((RESULTS / "throughput.json").read_text())
     made["speed-classic"] = speed_table(speed, ("CartPole-v1",))

@@ -178,31 +178,42 @@ def run_sb3(run: Run, folder: Path) -> dict[str, Any]:
     import torch
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
-    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.env_util import make_atari_env, make_vec_env
     from stable_baselines3.common.evaluation import evaluate_policy
-    from stable_baselines3.common.vec_env import VecNormalize
+    from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
 
-    torch.set_num_threads(1)
     settings = dict(run.experiment.settings[run.env_id])
     normalize, num_envs = settings.pop("normalize", False), settings.pop("n_envs")
+    scheduled = settings.pop("scheduled", run.steps)  # steps in which what is linear falls to 0
+    pixels = "NoFrameskip" in run.env_id
+    torch.set_num_threads(os.cpu_count() or 1 if pixels else 1)
+
+    def make(number: int, seed: int) -> Any:
+        return (
+            VecFrameStack(make_atari_env(run.env_id, number, seed), 4)
+            if pixels
+            else make_vec_env(run.env_id, number, seed=seed)
+        )
+
     for name, value in settings.items():
         if isinstance(value, str):  # "linear 0.001": from there to 0
             settings[name] = partial(operator.mul, float(value.split()[1]))  # called with the share left
-    envs = make_vec_env(run.env_id, num_envs, seed=run.seed)
+    envs = make(num_envs, run.seed)
     if normalize:
         envs = VecNormalize(envs, gamma=settings.get("gamma", 0.99))
-    model = PPO("MlpPolicy", envs, seed=run.seed, device="cpu", **settings)
+    policy = "CnnPolicy" if pixels else "MlpPolicy"
+    model = PPO(policy, envs, seed=run.seed, device="auto" if pixels else "cpu", **settings)
 
     class Log(BaseCallback):
         def _on_step(self) -> bool:
-            return True
+            return model.num_timesteps < run.steps or scheduled == run.steps
 
         def _on_rollout_end(self) -> None:
             returns = [episode["r"] for episode in model.ep_info_buffer]  # of the last 100 episodes
             logged.append((model.num_timesteps, np.mean(returns or np.nan), time.time() - start))
 
-    model.learn(run.steps, callback=Log())
-    evaluation = make_vec_env(run.env_id, 10, seed=run.seed + 1000)
+    model.learn(scheduled, callback=Log())
+    evaluation = make(10, run.seed + 1000)
     if normalize:
         evaluation = VecNormalize(evaluation, training=False, norm_reward=False)
         evaluation.obs_rms = envs.obs_rms

@@ -225,17 +225,34 @@ def test_seeds_are_counted_from_the_first(copy):
 
 
 def test_returns_over_the_best_published():
-    """Above 1 is better, also where returns are costs; a mean over tasks needs as many seeds of each."""
+    """Above 1 is better, also where returns are costs."""
     assert report.normalized(np.array([2909.55]), "HalfCheetah-v5") == pytest.approx(0.5)
     assert report.normalized(np.array([-8.2, -2.05]), "Reacher-v5") == pytest.approx([0.5, 2])
     each = [
         [{"final": {"training": share * report.BEST[env_id][0]}} for share in (0.2, 0.4)]
         for env_id in experiments.LOCOMOTION
     ]
-    mean, low, high = report.over_published(each)
-    assert mean == pytest.approx(0.3)
-    assert 0.2 <= low < 0.3 < high <= 0.4
-    assert report.over_published([each[0], each[1], each[2][:1]]) is None
+    assert report.over_published(each) == pytest.approx(np.array([[0.2] * 3, [0.4] * 3]))
+
+
+def test_ablation_table():
+    """Entries run on all tasks with as many seeds as the defaults, best first, beside the defaults."""
+
+    def found(*shares):
+        runs = ({"final": {"training": share * 1000}} for share in shares)
+        return list(runs)
+
+    results = {}
+    for name, shares in {"mujoco": (1, 2), "mujoco-but-tanh": (3, 4), "mujoco-but-relu": (5,)}.items():
+        for task in report.tasks(experiments.LOCOMOTION):
+            results[name, task] = found(*shares)
+    _, *rows = report.ablation_table(results)
+    assert [row[0] for row in rows] == ["tanh for ELU", "the defaults"]
+    assert rows[0][-1].startswith("0.00 ")
+    assert rows[1][-1] == ""
+    assert rows[1][2] == "1500.0 ± 707.1"
+    del results["mujoco-but-tanh", ("Walker2d-v5", 300_000)]
+    assert len(list(report.ablation_table(results))) == 2
 
 
 def test_thin():
@@ -273,9 +290,9 @@ STORED = [run for run in experiments.runs() if run.path.exists()]
 
 
 def test_stored_results_are_those_of_the_list():
-    """What is stored is listed, with its commit and what its flags mean; only MuJoCo may lack runs."""
+    """What is stored is listed, with its commit and what its flags mean; only MuJoCo and Atari may lack runs."""
     missing = {run.experiment.name for run in experiments.runs() if run not in STORED}
-    assert all(name.startswith("mujoco") for name in missing)
+    assert all(name.startswith(("mujoco", "atari", "sb3-atari")) for name in missing)
     others = {"short-runs", "throughput"}
     files = {path for path in experiments.RESULTS.rglob("*.json") if path.stem not in others}
     assert files == {run.path for run in STORED}
@@ -283,7 +300,8 @@ def test_stored_results_are_those_of_the_list():
         result = json.loads(run.path.read_text())
         assert result["run"] == run.name
         assert len(result["commit"]) == 40
-        assert len(result["final"]["greedy"]) == len(result["final"]["stochastic"]) == 10
+        episodes = result["args"].get("eval_episodes", 10)
+        assert len(result["final"]["greedy"]) == len(result["final"]["stochastic"]) == episodes
         if run.experiment.script != "sb3":
             now = ppo.asdict(tyro.cli(SCRIPTS[run.experiment.script].Args, args=run.flags))
             assert now | result["args"] == now  # but for settings that are newer than the result
@@ -337,7 +355,7 @@ def test_figures(tmp_path, monkeypatch):
     committed = {path.name for path in figures.FIGURES.iterdir()}
     monkeypatch.setattr(figures, "FIGURES", tmp_path)
     made = {path.name for path in figures.draw(report.load())}
-    names = {*experiments.STUDIES, "mujoco", "screening", "objective", "gae"}
+    names = {*experiments.STUDIES, "mujoco", "ablation", "objective", "gae"}
     assert made == committed == {f"{name}-{theme}.png" for name in names for theme in ("light", "dark")}
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in made)
 
