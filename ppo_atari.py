@@ -3,7 +3,7 @@
 # dependencies = [
 #     "torch>=2.5,<2.14",
 #     "gymnasium>=1.1",
-#     "ale-py>=0.11",
+#     "ale-py>=0.11.1",
 #     "numpy",
 #     "tensorboard",
 #     "tyro>=0.9",
@@ -170,7 +170,7 @@ BOUNDS = {  # settings outside these are nonsense
     "num_envs num_minibatches eval_episodes update_epochs": (1, 1e6),
     "num_threads": (0, 1e4),
     "total_timesteps": (1, 1e15),
-    "num_steps": (2, 1e6),  # a rollout of one step may hold nothing but filler rows
+    "num_steps": (8, 1e6),  # a rollout of a few steps may hold nothing but filler rows
     "gamma gae_lambda sticky_actions": (0, 1),
     "learning_rate clip_coef max_grad_norm desired_kl target_kl checkpoint_seconds": (1e-12, 1e6),
     "ent_coef vf_coef kl_coef entropy_tolerance target_entropy": (0, 1e6),
@@ -202,15 +202,23 @@ def check_args(args: Args) -> None:
     _, size = world()
     rows, clip = args.num_envs // size * args.num_steps, args.surrogate == "clip"
     have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    most = f"at most {rows // 4}, 4 of a rollout's {rows} rows for each: half of them may be fillers"
+    most = f"at most {rows // 8}, for 8 of the {rows} rows of a process each: some are fillers"
     shares = f"--num-envs is {args.num_envs}, which {size} processes cannot share equally"
     refuse(args.num_envs % size, f"{shares}; give a multiple of {size}")
-    refuse(args.num_minibatches > rows / 4, f"--num-minibatches is {args.num_minibatches}; it must be {most}")
+    refuse(args.num_minibatches > rows / 8, f"--num-minibatches is {args.num_minibatches}; it must be {most}")
     refuse(args.adapt == "clip-coef" and not clip, "--adapt clip-coef needs --surrogate clip")
     refuse(args.adapt == "kl-coef" and clip, "--adapt kl-coef needs --surrogate kl-penalty")
     refuse(args.target_entropy is not None and not args.ent_coef, "--target-entropy needs --ent-coef above 0")
     refuse(not have.get(args.device, True), f"--device {args.device} is not available here; use --device cpu")
     refuse(not find_spec("ale_py"), "Atari games need: pip install ale-py")
+    gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    few = pick_device(args).type == "cuda" and here > gpus
+    refuse(few, f"{here} processes need a GPU each, and this machine has {gpus}; use --device cpu")
+    refuse(args.device == "mps" and size > 1, "--device mps is for one process; use --device cpu")
+    blind = args.adapt != "none" and args.update_epochs * args.num_minibatches == 1
+    refuse(blind, "--adapt needs several gradient steps an iteration: the KL is that before the last ones")
+    old = args.capture_video and not hasattr(gym.wrappers.vector, "RecordVideo")
+    refuse(old, "--capture-video needs: pip install 'gymnasium>=1.3'")
     refuse(args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy")
     refuse(args.track and not find_spec("wandb"), "--track needs: pip install wandb")
     if args.compile:
@@ -233,18 +241,21 @@ def world() -> tuple[int, int]:
 
 
 def collective(operation: Callable, *args: Any) -> None:
-    """Do this with the other processes, if there are any. Raises `TrainingFailed` if one of them is gone."""
+    """Do this with the other processes. Raises `TrainingFailed` if it fails, as where one of them is gone.
+
+    NCCL does not fail, but waits: then torchrun ends the process.
+    """
     try:
-        if dist.is_initialized():
-            operation(*args)
-    except RuntimeError as error:
+        operation(*args)
+    except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise TrainingFailed(f"another process of this training is gone: {reason}") from error
+        raise TrainingFailed(f"the processes cannot exchange data (is one gone?): {reason}") from error
 
 
 def total(x: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
     """The sum over all processes, in place."""
-    collective(dist.all_reduce, x, operation)
+    if dist.is_initialized():
+        collective(dist.all_reduce, x, operation)
     return x
 
 
@@ -277,8 +288,7 @@ class LostLives(gym.vector.VectorWrapper):
         """As of any vector environment; the games' own ends are in the info of `RecordEpisodeStatistics`."""
         actions = np.where(self.lost, self.pressed, actions)
         obs, rewards, terminated, truncated, info = self.env.step(actions)
-        self.lost = (info["lives"] < self.lives) & ~(terminated | truncated)
-        self.lives = info["lives"]
+        self.lost, self.lives = info["lives"] < self.lives, info["lives"]
         learnt = np.sign(rewards) if self.clip_rewards else rewards
         return obs, learnt, terminated | self.lost, truncated, info
 
@@ -307,14 +317,14 @@ class Screens(gym.vector.VectorWrapper):
         return tuple(self.images[:, -1])
 
 
-def make_envs(args: Args, num_envs: int, clip_rewards: bool, video: Path | None = None) -> VectorEnv:
+def make_envs(args: Args, num_envs: int, video: Path | None = None) -> VectorEnv:
     """N games in the ALE's own vector environment, under DeepMind's protocol (Mnih 2015, Methods).
 
     An action is held for 4 frames, of the last 2 of which the brighter pixels count; an observation is the
-    last 4 such images, grey, 84 x 84. A game begins with up to 30 frames without an action, and FIRE where
-    it has that button, which is pressed after each lost life, too: some games wait for it. After 108,000
-    frames, half an hour, a game is cut. `LostLives` says what an episode is to the learner. With a folder
-    `video`, the first environment's first game is recorded there. Raises `Refused` for what is no such game.
+    last 4 such images, grey, 84 x 84. A game begins with a frame of FIRE where it has that button, which is
+    pressed after each lost life, too, for some games wait for it; and with up to 29 frames without an action.
+    After 108,000 frames, half an hour, it is cut. `LostLives` says what an episode is to the learner. With a
+    folder `video`, the first environment's first game is recorded there. Raises `Refused` for no such game.
     """
     import ale_py
 
@@ -323,7 +333,7 @@ def make_envs(args: Args, num_envs: int, clip_rewards: bool, video: Path | None 
     games = [name[4:-3] for name in gym.registry if name.startswith("ALE/") and name.endswith("-v5")]
     near = ", ".join(difflib.get_close_matches(game, games, 3, 0.5) or games)
     refuse(game not in games, f"cannot train on {args.env_id}: the ALE has no {game}, but {near}")
-    settings: dict[str, Any] = {"num_envs": num_envs, "num_threads": count_threads(args)}
+    settings: dict[str, Any] = {"num_envs": num_envs, "num_threads": min(count_threads(args), num_envs)}
     settings |= {"repeat_action_probability": args.sticky_actions, "reward_clipping": False}
     try:
         envs: Any = gym.make_vec(f"ALE/{game}-v5", **settings)
@@ -339,7 +349,7 @@ def make_envs(args: Args, num_envs: int, clip_rewards: bool, video: Path | None 
     mode = envs.metadata.get("autoreset_mode")
     refuse(mode is not AutoresetMode.NEXT_STEP, f"the ALE's autoreset mode is {mode}, not NEXT_STEP")
     envs = gym.wrappers.vector.RecordEpisodeStatistics(envs, stats_key="rollout_episode")
-    return LostLives(envs, buttons.index("FIRE") if "FIRE" in buttons else 0, clip_rewards)
+    return LostLives(envs, buttons.index("FIRE") if "FIRE" in buttons else 0, args.clip_rewards)
 
 
 class Agent(nn.Module):
@@ -493,7 +503,7 @@ def compiled(function: Callable, device: str) -> Callable:
 
     config.trace_autograd_ops = True
     options = {"mode": "reduce-overhead"} if device == "cuda" else {"options": {"cpp_wrapper": True}}
-    graph = torch.compile(function, dynamic=device != "cuda", fullgraph=True, **options)
+    graph = torch.compile(function, dynamic=None if device == "cuda" else True, fullgraph=True, **options)
 
     def call(*args: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()  # what the last call has returned is copied by now
@@ -505,11 +515,12 @@ def compiled(function: Callable, device: str) -> Callable:
 def deal(rows: Tensor, parts: int, size: int) -> tuple[Tensor, Tensor]:
     """One pass's minibatches: `rows` [R] in a random order, and their weights, both [parts, size].
 
-    CUDA graphs want equal sizes: places that are left over, spread evenly, have weight 0. A row's weight is 1
-    over the number of rows that its minibatch has in all processes.
+    CUDA graphs want equal sizes: places that are left over, spread evenly, hold any row with weight 0. Else a
+    weight is 1 over the number of rows that the minibatch has in all processes.
     """
-    order, filled = rows.new_zeros(parts * size), torch.zeros(parts * size, device=rows.device)
-    order[: len(rows)], filled[: len(rows)] = rows[torch.randperm(len(rows)).to(rows.device)], 1
+    order = rows[torch.randperm(len(rows), device=rows.device)]
+    order = torch.cat([order, order[:1].expand(parts * size - len(rows))])
+    filled = (torch.arange(parts * size, device=rows.device) < len(rows)).float()
     order, filled = (x.view(size, parts).T for x in (order, filled))
     return order, filled / total(filled.sum(1, keepdim=True)).clamp(min=1)
 
@@ -603,7 +614,8 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
         advantages, returns = compute_gae(rewards, values, *ends)
         errors, targets = (returns - values[:-1])[valid], returns[valid]
         sums = torch.stack([x.sum() for x in (valid, errors, errors.square(), targets, targets.square())])
-        mismatch = (agent(obs[-2])[0] - policy[-1]).abs().amax(-1) * valid[-1]
+        batched, _ = agent(obs[-3:-1].flatten(0, 1))  # not the batch size that has acted
+        mismatch = (batched.chunk(2)[1] - policy[-1]).abs().amax(-1) * valid[-1]
 
     parts = args.num_minibatches
     size = math.ceil(valid.numel() / parts)
@@ -628,15 +640,15 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
             norms.append(nn.utils.clip_grad_norm_(vector, args.max_grad_norm))
             optimizer.step()
             figures.append(now.clone())
-        last = torch.stack(figures[-parts:]).mean(0)[-1:]  # the KL, as this pass has met it
+        last = torch.stack(figures[-parts:]).mean(0)[-1:]  # the KL, as the steps of this pass have met it
         if args.target_kl is not None and total(last.clone()) > args.target_kl:
             break
 
     n, error, squared_error, target, squared_target = total(sums).tolist()  # each reading awaits the device
-    explained = 1 - (squared_error - error**2 / n) / (squared_target - target**2 / n)
+    explained = 1 - (squared_error - error**2 / n) / max(squared_target - target**2 / n, 1e-12)
     read = total(torch.cat([torch.stack(figures).mean(0)[:-1], last])).tolist()
     once = torch.stack([torch.stack(norms).mean(), total(mismatch.max(), dist.ReduceOp.MAX)]).tolist()
-    all_figures = [*read, *once, explained, math.sqrt(squared_error / squared_target)]
+    all_figures = [*read, *once, explained, math.sqrt(squared_error / max(squared_target, 1e-12))]
     names = *FIGURES, "grad_norm", "policy_mismatch", "explained_variance", "relative_error"
     return {f"losses/{name}": value for name, value in zip(names, all_figures, strict=True)}
 
@@ -679,8 +691,8 @@ def collapse(figures: Figures, state: State, args: Args) -> bool:
 
 
 def mismatch(figures: Figures, state: State, args: Args) -> bool:
-    """acting and learning policies differ by > 1e-4: off-policy data; try --device cpu, check `act`"""
-    return figures["losses/policy_mismatch"] > 1e-4
+    """acting and learning policies differ by > 1e-4 (bfloat16: 0.1): off-policy data; try --device cpu"""
+    return figures["losses/policy_mismatch"] > (0.1 if args.bfloat16 else 1e-4)
 
 
 ADVICE = {kl_watch: 5, kl_act: 5, drift: 10, idle: 20, critic: 20, collapse: 10, mismatch: 1}  # iterations
@@ -754,7 +766,7 @@ def evaluate(agent: Agent, args: Args, mode: str, folder: Path) -> dict[str, np.
     "stochastic" samples. Returns are the game's own, undiscounted; lengths are in steps.
     """
     n, video = args.eval_episodes, folder / "videos" if args.capture_video and mode == "greedy" else None
-    envs = make_envs(args, n, False, video)
+    envs = make_envs(args, n, video)
     obs, _ = attempt(envs.reset, seed=seed_everything(args.seed) % 2**29 + 2**30)  # not the training's
     returns, lengths, running = np.zeros(n), np.zeros(n, dtype=int), np.ones(n, dtype=bool)
     while running.any():
@@ -873,7 +885,7 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
     (rank, size), device = world(), pick_device(args)
     torch.set_num_threads(count_threads(args))
     env_seed = seed_everything(args.seed)
-    envs = make_envs(args, args.num_envs // size, args.clip_rewards)
+    envs = make_envs(args, args.num_envs // size)
     agent = Agent(args, envs.single_action_space).to(device)
     vector = flatten_parameters(agent)
     optimizer = Adam([vector], args.learning_rate, eps=1e-5, fused=args.device != "mps")
@@ -895,16 +907,17 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
         print("\n".join(plan(args) if args.plan else plan(args)[:5]), flush=True)
     if args.plan:
         return {}
-    if size > 1:  # the same network in all processes, other games and other random numbers in each
+    if size > 1:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        collective(dist.broadcast, vector.data, 0)
-        torch.manual_seed(env_seed + state.global_step + rank)
+        collective(dist.init_process_group, "nccl" if device.type == "cuda" else "gloo")
+        collective(dist.broadcast, vector.data, 0)  # machines may round the first weights otherwise
+        torch.manual_seed(env_seed + state.global_step + rank)  # random numbers are each process's own
     if rank == 0:
         folder, writer = open_run(args, state)
         path = folder / "checkpoint.pt"
-        start = ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]] if size > 1 else ["python"]
+        here = os.environ.get("LOCAL_WORLD_SIZE", str(size))
+        start = ["torchrun", "--nproc-per-node", here] if size > 1 else ["python"]
         resume = shlex.join([*start, sys.argv[0], "--resume", str(path)])
         print(f"folder     {folder}", flush=True)
         learner = writer, agent, optimizer, state, args
@@ -931,7 +944,8 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
             sums = total(torch.tensor([int(rollout.valid.sum()), len(caught)], device=device)).tolist()
             state.global_step, stopped = state.global_step + sums[0], sums[1] > 0
             everywhere = [rollout.episodes] * size
-            collective(dist.all_gather_object, everywhere, rollout.episodes)
+            if size > 1:
+                collective(dist.all_gather_object, everywhere, rollout.episodes)
             rollout.episodes = [episode for episodes in everywhere for episode in episodes]
             now = time.monotonic()
             figures["charts/SPS"] = (state.global_step - first_step) / (now - begun)
@@ -944,7 +958,8 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
             if now - saved >= args.checkpoint_seconds:
                 save_checkpoint(path, *learner)
                 saved = now
-        collective(dist.barrier)  # a process that ends while gloo still holds its tensors is aborted
+        if size > 1:
+            collective(dist.barrier)  # a process that ends while gloo still holds its tensors is aborted
     except BaseException:
         if rank == 0:
             print(f"Failed after step {state.global_step:,}. Last checkpoint: {resume}", file=sys.stderr)
@@ -985,7 +1000,8 @@ def main() -> None:
                 refuse(getattr(args, name) != was, f"{path} has {name} {was}, which cannot be changed")
         train(args)
     except (Refused, TrainingFailed) as error:
-        if isinstance(error, TrainingFailed) or world()[0] == 0:  # all processes refuse the same
+        # All processes of a machine refuse the same.
+        if isinstance(error, TrainingFailed) or os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, Refused) else 1) from None
     except KeyboardInterrupt:

@@ -16,7 +16,7 @@ rank, size = ppo.world()
 if size > 1:
     dist.init_process_group("gloo")
 torch.set_num_threads(1)
-args = make_args(num_minibatches=1, update_epochs=3, max_grad_norm=0.5, learning_rate=1e-3)
+args = make_args(num_minibatches=2, update_epochs=3, max_grad_norm=0.5, learning_rate=1e-3)
 agent = make_agent(args)
 whole = make_rollout(args, agent, seed=4, chance=0.3)
 share = slice(rank * args.num_envs // size, (rank + 1) * args.num_envs // size)
@@ -25,6 +25,18 @@ for name in ("obs", "policy", "values", "actions", "rewards", "terminated", "tru
     getattr(rollout, name).copy_(getattr(whole, name)[:, share])
 counts = whole.valid.sum(0)
 assert counts[:2].sum() != counts[2:].sum()  # unequal shares, or weights would not matter
+
+
+def deal(rows, parts, size):
+    """Even steps to one minibatch, odd ones to the other, in one process and in two."""
+    order, filled = torch.zeros(2, parts, size)
+    for part in range(parts):
+        own = rows[rows // rollout.valid.shape[1] % parts == part]
+        order[part, : len(own)], filled[part, : len(own)] = own.float(), 1
+    return order.long(), filled / ppo.total(filled.sum(1, keepdim=True))
+
+
+ppo.deal = deal
 vector = ppo.flatten_parameters(agent)
 before = vector.detach().clone()
 optimizer = torch.optim.Adam([vector], 1e-3, eps=1e-5)

@@ -3,6 +3,7 @@
 What it shares with ppo.py is tested there; test_copies.py sees that it is the same.
 """
 
+import inspect
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from ale_py.vector_env import AtariVectorEnv
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
@@ -28,7 +30,8 @@ import ppo_atari as ppo
 SCRIPT = Path(ppo.__file__)
 WORKER = Path(__file__).with_name("atari_worker.py")
 SMALL = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "num_threads": 1, "device": "cpu"}
-QUICK = ("--num-envs", 2, "--num-steps", 16, "--num-threads", 1, "--device", "cpu", "--eval-episodes", 1)
+QUICK = ("--num-envs", 2, "--num-steps", 16, "--num-minibatches", 2, "--num-threads", 1, "--device", "cpu")
+QUICK = (*QUICK, "--eval-episodes", 1)
 
 
 def make_args(**changes):
@@ -102,14 +105,14 @@ def no_noops(monkeypatch):
 
 @pytest.mark.parametrize(
     ("game", "fire", "steps"),
-    [("Breakout", True, 900), ("Pong", True, 1100), ("Qbert", True, 900), ("Freeway", False, 400)],
+    [("Breakout", True, 700), ("Pong", True, 1100), ("MsPacman", False, 700), ("Freeway", False, 300)],
 )
 def test_the_protocol_is_gymnasiums(game, fire, steps, no_noops):
     """Step by step the same images, rewards, ends and frame numbers, over whole games.
 
-    Qbert has a FIRE button; Freeway has none, nor lives. The reference's lost lives are counted here.
+    MsPacman has lives and no FIRE button, Freeway neither. The reference's lost lives are counted here.
     """
-    envs = ppo.make_envs(make_args(env_id=f"{game}NoFrameskip-v4"), 1, clip_rewards=True)
+    envs = ppo.make_envs(make_args(env_id=f"{game}NoFrameskip-v4"), 1)
     env = reference(game, fire)
     obs, info = envs.reset(seed=3)
     expected, expected_info = env.reset(seed=3)
@@ -141,15 +144,30 @@ def test_the_protocol_is_gymnasiums(game, fire, steps, no_noops):
     assert games >= 1 or game == "Freeway"
 
 
-def test_no_ops_at_the_start():
-    """A game begins after 0 to 30 frames, then one of FIRE; Gymnasium's wrapper draws 1 to 30."""
-    envs, frames = ppo.make_envs(make_args(env_id="Breakout"), 8, clip_rewards=True), set()
-    for seed in range(20):
+@pytest.mark.parametrize(("game", "most", "fire"), [("Breakout", 28, 1), ("Freeway", 29, 0)])
+def test_how_games_begin(game, most, fire):
+    """A frame of FIRE where there is that button, then 0 to 28 frames without action, else 0 to 29."""
+    envs, frames = ppo.make_envs(make_args(env_id=game), 8), set()
+    for seed in range(8):
         _, info = envs.reset(seed=100 * seed)
-        frames |= set(info["episode_frame_number"] - 1)
+        frames |= set((info["episode_frame_number"] - fire).tolist())
     envs.close()
-    assert frames <= set(range(31))
-    assert len(frames) > 25
+    assert frames <= set(range(most + 1))
+    assert len(frames) > 15
+
+
+def test_a_game_is_cut_after_its_frames(monkeypatch):
+    """The ALE's time limit truncates; the limit itself is its default, half an hour at 60 frames a second."""
+    make_vec = gym.make_vec
+    monkeypatch.setattr(
+        gym, "make_vec", lambda *a, **kwargs: make_vec(*a, **kwargs, max_num_frames_per_episode=400)
+    )
+    envs = ppo.make_envs(make_args(env_id="Pong"), 1)
+    envs.reset(seed=1)
+    ends = [envs.step(np.array([0]))[2:4] for _ in range(105)]
+    assert sum(truncated[0] for _, truncated in ends) == 1
+    assert not any(terminated[0] for terminated, _ in ends)
+    assert inspect.signature(AtariVectorEnv).parameters["max_num_frames_per_episode"].default == 108_000
 
 
 def test_names_of_a_game():
@@ -157,7 +175,7 @@ def test_names_of_a_game():
     names = ("Breakout", "BreakoutNoFrameskip-v4", "BreakoutDeterministic-v0", "ALE/Breakout-v5")
     firsts = []
     for name in names:
-        envs = ppo.make_envs(make_args(env_id=name), 2, clip_rewards=True)
+        envs = ppo.make_envs(make_args(env_id=name), 2)
         envs.reset(seed=5)
         firsts.append(envs.step(np.array([2, 3]))[0])
         assert envs.unwrapped.spec.kwargs["repeat_action_probability"] == 0
@@ -171,7 +189,7 @@ def test_sticky_actions():
     """With the flag, games of the same seed and actions go another way than without."""
     frames = []
     for sticky in (0.0, 0.0, 0.25):
-        envs = ppo.make_envs(make_args(env_id="Breakout", sticky_actions=sticky), 1, clip_rewards=True)
+        envs = ppo.make_envs(make_args(env_id="Breakout", sticky_actions=sticky), 1)
         envs.reset(seed=5)
         frames.append([envs.step(np.array([2 + t // 3 % 2]))[0] for t in range(40)])
     np.testing.assert_array_equal(frames[0], frames[1])
@@ -207,8 +225,10 @@ class Scripted(gym.vector.VectorEnv):
         return self.images(), rewards.astype(float), terminated, truncated, {"lives": lives}
 
 
-def scripted(clip_rewards=True, pressed=1):
-    envs = gym.wrappers.vector.RecordEpisodeStatistics(Scripted(), stats_key="rollout_episode")
+def scripted(clip_rewards=True, pressed=1, script=Scripted.script):
+    games = Scripted()
+    games.script = script
+    envs = gym.wrappers.vector.RecordEpisodeStatistics(games, stats_key="rollout_episode")
     return ppo.LostLives(envs, pressed, clip_rewards)
 
 
@@ -233,6 +253,20 @@ def test_lives_forced_rows_and_statistics():
     np.testing.assert_array_equal(actions[free], rollout.actions.numpy()[free])
     assert rollout.episodes == [(10.0, 6), (10.0, 6)]
     np.testing.assert_array_equal(rollout.obs[:8, 0, 0, 0, 0], [0, 1, 2, 3, 4, 5, 6, 0])
+
+
+def test_the_row_after_a_time_limit_is_a_filler():
+    """A game that is cut: the next row resets. A life that is lost in the last step is a death as well."""
+    for lives, dead in ((3, False), (2, True)):
+        args = make_args(num_envs=2)
+        agent, envs = make_agent(args), scripted(script=((0, 3, 0, 0), (0, lives, 0, 1)))
+        rollout = ppo.Rollout(args, agent, 2)
+        rollout.obs[-1] = torch.as_tensor(envs.reset()[0])
+        ppo.collect_rollout(envs, agent, rollout, args)
+        assert rollout.truncated[:6, 0].int().tolist() == [0, 1, 0, 0, 1, 0]
+        assert rollout.terminated[:6, 0].int().tolist() == [0, dead, 0, 0, dead, 0]
+        assert rollout.valid[:6, 0].int().tolist() == [1, 1, 0, 1, 1, 0]
+        assert [length for _, length in rollout.episodes[:2]] == [2, 2]
 
 
 def test_a_rollout_goes_on_where_the_last_ended():
@@ -419,25 +453,54 @@ def test_normalized_advantages():
         assert real.std(correction=0).item() == pytest.approx(1, abs=1e-5)
 
 
-def test_recomputed_advantages():
-    """With the flag, a later pass learns from advantages of the new critic: another result than without."""
-    results = []
+def brute_force_advantages(rollout, values, args):
+    """Of the valid rows, sorted."""
+    ends = rollout.terminated.numpy(), rollout.truncated.numpy()
+    advantages = brute_force_gae(
+        float64(rollout.rewards), float64(values), *ends, args.gamma, args.gae_lambda
+    )
+    return torch.from_numpy(advantages).float()[rollout.valid].sort().values
+
+
+def test_recomputed_advantages(monkeypatch):
+    """With the flag, the second pass learns from advantages of the new critic; without, from the first's."""
     for recompute in (False, True):
-        args = make_args(update_epochs=2, recompute_advantages=recompute, vf_coef=50.0, max_grad_norm=1e9)
-        agent = make_agent(args)
+        args = make_args(
+            update_epochs=2, recompute_advantages=recompute, num_minibatches=1, learning_rate=0.1
+        )
+        args = replace(args, norm_adv=False)
+        agent, learnt = make_agent(args), []
         rollout = make_rollout(args, agent)
-        vector = ppo.flatten_parameters(agent)
-        torch.manual_seed(1)
-        ppo.update(agent, torch.optim.Adam([vector], 1e-3), rollout, make_state(args), args)
-        results.append(vector.detach().clone())
-    assert not torch.equal(*results)
+        expected = [brute_force_advantages(rollout, rollout.values, args)]
+        gradient, vector = ppo.gradient, ppo.flatten_parameters(agent)
+
+        def spy(agent, batch, *others, learnt=learnt, gradient=gradient):
+            learnt.append(batch.advantages[batch.weights > 0].sort().values)
+            return gradient(agent, batch, *others)
+
+        monkeypatch.setattr(ppo, "gradient", spy)
+        optimizer = torch.optim.SGD([vector], 1e-2)
+        step = optimizer.step
+
+        def then(*_, step=step, expected=expected, agent=agent, rollout=rollout, args=args):
+            step()
+            with torch.no_grad():
+                values = torch.stack([agent(obs)[1] for obs in rollout.obs])
+            expected.append(brute_force_advantages(rollout, values, args))
+
+        optimizer.step = then
+        ppo.update(agent, optimizer, rollout, make_state(args), args)
+        monkeypatch.setattr(ppo, "gradient", gradient)
+        assert (expected[0] - expected[1]).abs().max() > 1e-3
+        for advantages, right in zip(learnt, expected if recompute else expected[:1] * 2, strict=False):
+            torch.testing.assert_close(advantages, right, atol=1e-4, rtol=1e-4)
 
 
 def test_target_kl_ends_the_passes(monkeypatch):
-    """Passes end with the first in which the KL exceeds the target."""
+    """Passes end with the first whose steps meet a KL above the target: the very first can meet none here."""
     counts = []
     for target in (None, 1e-9):
-        args = make_args(update_epochs=4, target_kl=target)
+        args = make_args(update_epochs=4, target_kl=target, num_minibatches=1)
         agent = make_agent(args)
         rollout = make_rollout(args, agent)
         deals = []
@@ -447,7 +510,7 @@ def test_target_kl_ends_the_passes(monkeypatch):
         ppo.update(agent, torch.optim.Adam([vector], 1e-3), rollout, replace(make_state(args)), args)
         monkeypatch.setattr(ppo, "deal", deal)
         counts.append(len(deals))
-    assert counts == [4, 1]
+    assert counts == [4, 2]
 
 
 def test_figures():
@@ -468,9 +531,11 @@ def test_figures():
     assert figures["losses/relative_error"] == pytest.approx(expected, rel=1e-4)
     assert figures["losses/kl"] == pytest.approx(0, abs=1e-6)  # of the first pass's only minibatch
     assert figures["losses/policy_mismatch"] < 1e-5
-    rollout.policy[-1] += torch.tensor([0.5, 0, 0, 0, 0])
+    agent = make_agent(args)
+    vector = ppo.flatten_parameters(agent)
+    rollout.policy[-1, rollout.valid[-1].nonzero()[0]] += 0.5
     figures = ppo.update(agent, torch.optim.Adam([vector], 1e-3), rollout, make_state(args), args)
-    assert figures["losses/policy_mismatch"] > 1e-3
+    assert figures["losses/policy_mismatch"] == pytest.approx(0.5, abs=1e-4)
 
 
 # Learning
@@ -506,15 +571,16 @@ class Squares(gym.vector.VectorEnv):
         return self.show(), rewards, self.over, np.zeros(self.num_envs, dtype=bool), {"lives": lives}
 
 
+def make_squares(args, num_envs, video=None):
+    envs = gym.wrappers.vector.RecordEpisodeStatistics(Squares(num_envs), stats_key="rollout_episode")
+    return ppo.LostLives(envs, 0, args.clip_rewards)
+
+
 def test_learns_from_pixels(tmp_path, monkeypatch, capsys):
     """A task that only the image decides is learnt in a minute, by the whole of `train`."""
 
-    def make_envs(args, num_envs, clip_rewards, video=None):
-        envs = gym.wrappers.vector.RecordEpisodeStatistics(Squares(num_envs), stats_key="rollout_episode")
-        return ppo.LostLives(envs, 0, clip_rewards)
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ppo, "make_envs", make_envs)
+    monkeypatch.setattr(ppo, "make_envs", make_squares)
     args = make_args(num_envs=8, num_steps=16, num_minibatches=2, total_timesteps=3_000, learning_rate=1e-3)
     results = ppo.train(args)
     assert results["greedy"]["returns"].mean() >= 18  # of 19, for one row of 20 is forced; chance is 5
@@ -529,7 +595,8 @@ def test_bad_input(tmp_path):
     cases = {
         "--env-id Brekout-v5": "the ALE has no Brekout, but Breakout",
         "--env-id CartPole-v1": "the ALE has no CartPole",
-        "--num-minibatches 300": "--num-minibatches is 300; it must be at most 256",
+        "--num-minibatches 300": "--num-minibatches is 300; it must be at most 128",
+        "--adapt learning-rate --update-epochs 1 --num-minibatches 1": "--adapt needs several gradient steps",
         "--sticky-actions 1.5": "--sticky-actions is 1.5, not in [0, 1]",
         "--no-clip-rewards --no-norm-adv": "several epochs need --norm-adv or --clip-rewards",
         "--resume nowhere.pt": "nowhere.pt is no checkpoint",
@@ -602,14 +669,14 @@ def test_two_processes_learn_like_one(tmp_path):
 
 def test_two_processes_train(tmp_path):
     """Under torchrun, one folder, one report, and a checkpoint from which one process goes on."""
-    done = run("--env-id", "Pong", *QUICK, "--total-timesteps", 96, cwd=tmp_path, launcher=TORCHRUN)
+    done = run("--env-id", "Pong", *QUICK, "--total-timesteps", 80, cwd=tmp_path, launcher=TORCHRUN)
     assert done.stdout.count("folder ") == 1
     assert len(list(tmp_path.glob("runs/*/events*"))) == 1
     (checkpoint,) = tmp_path.glob("runs/*/checkpoint.pt")
     assert f"torchrun --nproc-per-node 2 {SCRIPT} --resume" in done.stdout
     saved, state = ppo.load_checkpoint(checkpoint)
     assert saved.num_envs == 2
-    assert state.global_step == 96
+    assert state.global_step == 96  # 3 iterations of 2 x 16: a process alone would need 5
     run("--resume", checkpoint, "--total-timesteps", 128, cwd=tmp_path)
     assert ppo.load_checkpoint(checkpoint)[1].global_step == 128
 
@@ -634,6 +701,7 @@ def test_a_killed_process_ends_the_run(tmp_path):
         os.kill(second, signal.SIGKILL)
         assert process.wait(120) != 0
     text = (tmp_path / "log").read_text()
+    assert "ppo_atari.py: the processes cannot exchange data (is one gone?)" in text
     assert "Last checkpoint: torchrun --nproc-per-node 2" in text
     (checkpoint,) = tmp_path.glob("runs/*/checkpoint.pt")
     _, state = ppo.load_checkpoint(checkpoint)
