@@ -112,7 +112,7 @@ COPIES = {
 @ head
 - #     "gymnasium[classic-control,toy-text]>=1.1",
 + #     "gymnasium>=1.1",
-+ #     "ale-py>=0.11",
++ #     "ale-py>=0.11.1",
 - """Proximal Policy Optimization for discrete actions, in one file.
 + """Proximal Policy Optimization for Atari games, in one file.
 - python ppo.py --env-id CartPole-v1
@@ -153,10 +153,12 @@ COPIES = {
 @ BOUNDS
 - "num_envs num_minibatches hidden_size num_threads eval_episodes update_epochs": (1, 1e6),
 - "total_timesteps eval_max_steps": (1, 1e15),
+- "num_steps": (2, 1e6),  # a rollout of one step may hold nothing but filler rows
+- "gamma gae_lambda": (0, 1),
 + "num_envs num_minibatches eval_episodes update_epochs": (1, 1e6),
 + "num_threads": (0, 1e4),
 + "total_timesteps": (1, 1e15),
-- "gamma gae_lambda": (0, 1),
++ "num_steps": (8, 1e6),  # a rollout of a few steps may hold nothing but filler rows
 + "gamma gae_lambda sticky_actions": (0, 1),
 @ check_args
 - rows, clip = args.num_envs * args.num_steps, args.surrogate == "clip"
@@ -164,11 +166,19 @@ COPIES = {
 + rows, clip = args.num_envs // size * args.num_steps, args.surrogate == "clip"
 - most = f"at most {rows // 2}, 2 of a rollout's {rows} rows for each"
 - refuse(args.num_minibatches > rows / 2, f"--num-minibatches is {args.num_minibatches}; it must be {most}")
-+ most = f"at most {rows // 4}, 4 of a rollout's {rows} rows for each: half of them may be fillers"
++ most = f"at most {rows // 8}, for 8 of the {rows} rows of a process each: some are fillers"
 + shares = f"--num-envs is {args.num_envs}, which {size} processes cannot share equally"
 + refuse(args.num_envs % size, f"{shares}; give a multiple of {size}")
-+ refuse(args.num_minibatches > rows / 4, f"--num-minibatches is {args.num_minibatches}; it must be {most}")
++ refuse(args.num_minibatches > rows / 8, f"--num-minibatches is {args.num_minibatches}; it must be {most}")
 + refuse(not find_spec("ale_py"), "Atari games need: pip install ale-py")
++ gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
++ few = pick_device(args).type == "cuda" and here > gpus
++ refuse(few, f"{here} processes need a GPU each, and this machine has {gpus}; use --device cpu")
++ refuse(args.device == "mps" and size > 1, "--device mps is for one process; use --device cpu")
++ blind = args.adapt != "none" and args.update_epochs * args.num_minibatches == 1
++ refuse(blind, "--adapt needs several gradient steps an iteration: the KL is that before the last ones")
++ old = args.capture_video and not hasattr(gym.wrappers.vector, "RecordVideo")
++ refuse(old, "--capture-video needs: pip install 'gymnasium>=1.3'")
 - unscaled = args.update_epochs > 1 and not (args.norm_adv or args.norm_rewards)
 + unscaled = args.update_epochs > 1 and not (args.norm_adv or args.clip_rewards)
 - refuse(unscaled, f"several epochs need --norm-adv or --norm-rewards to bound their steps{override}")
@@ -217,6 +227,11 @@ COPIES = {
 @ critic
 - """explained variance < 0 after a tenth: the critic misleads; use --norm-rewards or raise --vf-coef"""
 + """explained variance < 0 after a tenth: the critic misleads; use --clip-rewards or raise --vf-coef"""
+@ mismatch
+- """acting and learning policies differ by > 1e-4: off-policy data; try --device cpu, check `act`"""
+- return figures["losses/policy_mismatch"] > 1e-4
++ """acting and learning policies differ by > 1e-4 (bfloat16: 0.1): off-policy data; try --device cpu"""
++ return figures["losses/policy_mismatch"] > (0.1 if args.bfloat16 else 1e-4)
 @ plan
 - fixed = "surrogate clip_coef kl_coef vf_coef clip_vloss gamma gae_lambda norm_adv norm_obs norm_rewards"
 + fixed = "surrogate clip_coef kl_coef vf_coef clip_vloss gamma gae_lambda norm_adv clip_rewards"
@@ -230,7 +245,7 @@ COPIES = {
 - envs, one_hot = make_envs(args, args.num_envs)
 - agent = Agent(args, one_hot, envs.single_action_space).to(pick_device(args))
 - optimizer = Adam([flatten_parameters(agent)], args.learning_rate, eps=1e-5, fused=args.device != "mps")
-+ envs = make_envs(args, args.num_envs // size, args.clip_rewards)
++ envs = make_envs(args, args.num_envs // size)
 + agent = Agent(args, envs.single_action_space).to(device)
 + vector = flatten_parameters(agent)
 + optimizer = Adam([vector], args.learning_rate, eps=1e-5, fused=args.device != "mps")
@@ -244,10 +259,17 @@ COPIES = {
 - path = folder / "checkpoint.pt"
 - resume = shlex.join(["python", sys.argv[0], "--resume", str(path)])
 - print(f"folder     {folder}", flush=True)
++ if size > 1:
++ if device.type == "cuda":
++ torch.cuda.set_device(device)
++ collective(dist.init_process_group, "nccl" if device.type == "cuda" else "gloo")
++ collective(dist.broadcast, vector.data, 0)  # machines may round the first weights otherwise
++ torch.manual_seed(env_seed + state.global_step + rank)  # random numbers are each process's own
 + if rank == 0:
 + folder, writer = open_run(args, state)
 + path = folder / "checkpoint.pt"
-+ start = ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]] if size > 1 else ["python"]
++ here = os.environ.get("LOCAL_WORLD_SIZE", str(size))
++ start = ["torchrun", "--nproc-per-node", here] if size > 1 else ["python"]
 + resume = shlex.join([*start, sys.argv[0], "--resume", str(path)])
 + print(f"folder     {folder}", flush=True)
 + learner = writer, agent, optimizer, state, args
@@ -259,12 +281,6 @@ COPIES = {
 - rollout.obs[-1] = torch.as_tensor(attempt(envs.reset, seed=env_seed + state.global_step)[0])
 - first_step, start, saved, shown = state.global_step, time.monotonic(), time.monotonic(), 0.0
 - while state.global_step < args.total_timesteps and not caught:  # PPO paper, Algorithm 1
-+ if size > 1:  # the same network in all processes, other games and other random numbers in each
-+ if device.type == "cuda":
-+ torch.cuda.set_device(device)
-+ dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-+ collective(dist.broadcast, vector.data, 0)
-+ torch.manual_seed(env_seed + state.global_step + rank)
 + if rank == 0:
 + save_checkpoint(path, *learner)
 + seed = (env_seed + state.global_step) % 2**29 + rank * envs.num_envs  # the ALE wants less than 2**31
@@ -277,6 +293,7 @@ COPIES = {
 + sums = total(torch.tensor([int(rollout.valid.sum()), len(caught)], device=device)).tolist()
 + state.global_step, stopped = state.global_step + sums[0], sums[1] > 0
 + everywhere = [rollout.episodes] * size
++ if size > 1:
 + collective(dist.all_gather_object, everywhere, rollout.episodes)
 + rollout.episodes = [episode for episodes in everywhere for episode in episodes]
 - figures["charts/SPS"] = (state.global_step - first_step) / (now - start)
@@ -285,6 +302,7 @@ COPIES = {
 + continue
 - if not caught:
 - envs.close()
++ if size > 1:
 + collective(dist.barrier)  # a process that ends while gloo still holds its tensors is aborted
 - if not caught:  # a signal may have hit the environments' processes, too: then stop as intended
 + if rank == 0:
@@ -308,7 +326,8 @@ COPIES = {
 + print(f"watch      {shlex.join(['python', sys.argv[0], '--evaluate', str(path)])} --capture-video")
 @ main
 - print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-+ if isinstance(error, TrainingFailed) or world()[0] == 0:  # all processes refuse the same
++ # All processes of a machine refuse the same.
++ if isinstance(error, TrainingFailed) or os.environ.get("LOCAL_RANK", "0") == "0":
 + print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
 ''',  # noqa: E501
     },
