@@ -538,6 +538,45 @@ def test_figures():
     assert figures["losses/policy_mismatch"] == pytest.approx(0.5, abs=1e-4)
 
 
+def test_changing_coefficients_are_not_compiled_anew():
+    """What CUDA graphs are made of is one graph for all values of the coefficients, not one for each."""
+    from torch._dynamo import config
+
+    args = make_args(num_minibatches=1)
+    agent = make_agent(args)
+    rollout = make_rollout(args, agent, chance=0.0)
+    order, shares = ppo.deal(torch.arange(32), 1, 32)
+    advantages, returns = torch.randn(2, 32)
+    stored = rollout.obs[:-1], rollout.actions, rollout.policy, rollout.values[:-1], rollout.values[:-1]
+    batch = ppo.Batch(*(x.flatten(0, 1)[order[0]] for x in stored), returns, advantages, shares[0])
+    torch._dynamo.reset()
+    config.trace_autograd_ops = True
+    graph = torch.compile(ppo.gradient, dynamic=None, fullgraph=True, backend="eager")
+    for step in range(1, 13):
+        state = replace(make_state(args), ent_coef=0.01 * step, clip_coef=0.3 / step)
+        for one, other in zip(
+            graph(agent, batch, state, args), ppo.gradient(agent, batch, state, args), strict=True
+        ):
+            torch.testing.assert_close(one, other)
+
+
+def test_compiled_acting():
+    """A compiled rollout is that of the eager one: the same actions, policies and values."""
+    rollouts = []
+    for compile in (False, True):
+        args = make_args(num_envs=2, num_steps=12, compile=compile)
+        agent, envs = make_agent(args), scripted()
+        rollout = ppo.Rollout(args, agent, 2)
+        rollout.obs[-1] = torch.as_tensor(envs.reset()[0])
+        torch.manual_seed(3)
+        ppo.collect_rollout(envs, agent, rollout, args)
+        rollouts.append(rollout)
+    eager, compiled = rollouts
+    assert torch.equal(eager.actions, compiled.actions)
+    torch.testing.assert_close(eager.policy, compiled.policy, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(eager.values, compiled.values, atol=1e-4, rtol=1e-4)
+
+
 # Learning
 
 
@@ -585,6 +624,90 @@ def test_learns_from_pixels(tmp_path, monkeypatch, capsys):
     results = ppo.train(args)
     assert results["greedy"]["returns"].mean() >= 18  # of 19, for one row of 20 is forced; chance is 5
     assert "return" in capsys.readouterr().out
+
+
+def test_same_seed_same_weights(tmp_path, monkeypatch):
+    """Two runs with a seed end with the same weights, bit for bit; another seed does not."""
+    monkeypatch.setattr(ppo, "make_envs", make_squares)
+    ends = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        ppo.train(make_args(total_timesteps=64, seed=seed, eval_episodes=1))
+        (checkpoint,) = Path("runs").glob("*/checkpoint.pt")
+        ends.append(torch.load(checkpoint, weights_only=True)["agent"])
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    assert not all(torch.equal(ends[0][name], ends[2][name]) for name in ends[0])
+
+
+def test_a_signal_ends_training_after_the_iteration(tmp_path, monkeypatch, capsys):
+    """SIGTERM: a checkpoint, the command that goes on from it, and status 143; and it does go on."""
+    monkeypatch.setattr(ppo, "make_envs", make_squares)
+    monkeypatch.chdir(tmp_path)
+    original, update, handler = ppo.update, [], signal.getsignal(signal.SIGTERM)
+
+    def interrupted(*args):
+        if not update:
+            os.kill(os.getpid(), signal.SIGTERM)
+        update.append(1)
+        return original(*args)
+
+    monkeypatch.setattr(ppo, "update", interrupted)
+    args = make_args(total_timesteps=10_000, eval_episodes=1)
+    with pytest.raises(SystemExit) as stop:
+        ppo.train(args)
+    assert stop.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == handler
+    (checkpoint,) = tmp_path.glob("runs/*/checkpoint.pt")
+    _, state = ppo.load_checkpoint(str(checkpoint))
+    assert 0 < state.global_step <= 32
+    assert f"SIGTERM after step {state.global_step}. To go on: python " in capsys.readouterr().out
+    ppo.train(replace(args, resume=str(checkpoint), total_timesteps=state.global_step + 40))
+    assert ppo.load_checkpoint(str(checkpoint))[1].global_step >= state.global_step + 40
+
+
+def test_evaluation_is_greedy_or_sampled(tmp_path, monkeypatch, capsys):
+    """Greedy evaluation takes the likeliest action only, sampled evaluation all in their shares."""
+    taken = []
+
+    class Watched(Squares):
+        def step(self, actions):
+            taken.extend(actions.tolist())
+            return super().step(actions)
+
+    def make_envs(args, num_envs, video=None):
+        envs = gym.wrappers.vector.RecordEpisodeStatistics(Watched(num_envs), stats_key="rollout_episode")
+        return ppo.LostLives(envs, 2, args.clip_rewards)
+
+    monkeypatch.setattr(ppo, "make_envs", make_envs)
+    args = make_args(eval_episodes=20)
+    agent = ppo.Agent(args, spaces.Discrete(4))
+    with torch.no_grad():
+        agent.actor.weight.zero_()
+        agent.actor.bias.copy_(torch.tensor([0.1, 0.2, 0.4, 0.3]).log())
+    result = ppo.evaluate(agent, args, "greedy", tmp_path)
+    assert set(taken) == {2}
+    assert (result["lengths"] == 20).all()
+    taken.clear()
+    ppo.evaluate(agent, args, "stochastic", tmp_path)
+    assert np.bincount(taken) / len(taken) == pytest.approx([0.1, 0.2, 0.4, 0.3], abs=0.1)
+
+
+def test_threads_and_devices(monkeypatch):
+    """Each of a machine's processes takes its share of the cores, and a GPU of its own."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert ppo.count_threads(make_args(num_threads=0)) == 8
+    assert ppo.count_threads(make_args(num_threads=3)) == 3
+    assert ppo.pick_device(make_args(device="cpu")) == torch.device("cpu")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert ppo.count_threads(make_args(num_threads=0)) == 2
+    assert ppo.pick_device(make_args(device="cuda")) == torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ppo.Refused, match="4 processes need a GPU each, and this machine has 2"):
+        ppo.check_args(make_args(device="auto", num_minibatches=1))
 
 
 # The command line
