@@ -976,7 +976,10 @@ def test_resume_goes_on(short, main, tmp_path):
     moved = (after["agent"]["log_std"] - before["agent"]["log_std"]).abs()
     assert 0 < moved.max() < 0.1
     assert not (tmp_path / "runs").exists()
-    assert_refused(main("--resume", folder / "checkpoint.pt", "--init-log-std", 0), "init_log_std -0.5")
+    assert_refused(
+        main("--resume", folder / "checkpoint.pt", "--init-log-std", 0),
+        f"init_log_std {ppo.Args.init_log_std}",
+    )
 
 
 def test_discrete_actions_are_refused(tmp_path):
