@@ -175,6 +175,8 @@ def run_ours(run: Run, folder: Path) -> dict[str, Any]:
 def run_sb3(run: Run, folder: Path) -> dict[str, Any]:
     """Train with Stable-Baselines3; return final figures and curve."""
     logged, start = [], time.time()
+    import ale_py
+    import gymnasium
     import torch
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
@@ -187,6 +189,7 @@ def run_sb3(run: Run, folder: Path) -> dict[str, Any]:
     scheduled = settings.pop("scheduled", run.steps)  # steps in which what is linear falls to 0
     pixels = "NoFrameskip" in run.env_id
     torch.set_num_threads(os.cpu_count() or 1 if pixels else 1)
+    gymnasium.register_envs(ale_py)
 
     def make(number: int, seed: int) -> Any:
         return (

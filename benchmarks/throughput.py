@@ -179,6 +179,8 @@ def run_ours(case: Case, env_id: str, num_envs: int, timesteps: int, who: str) -
 
 def run_sb3(case: Case, env_id: str, num_envs: int, timesteps: int) -> dict[str, Any]:
     """Train with Stable-Baselines3 at the same settings; its value loss lacks our ½, so vf_coef is 0.25."""
+    import ale_py
+    import gymnasium
     import torch
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
@@ -195,7 +197,9 @@ def run_sb3(case: Case, env_id: str, num_envs: int, timesteps: int) -> dict[str,
             marks.append((self.num_timesteps, time.perf_counter()))
 
     pixels = case.script == "ppo_atari"
-    if not pixels:
+    if pixels:
+        gymnasium.register_envs(ale_py)
+    else:
         torch.set_num_threads(1)
     envs = VecFrameStack(make_atari_env(env_id, num_envs), 4) if pixels else make_vec_env(env_id, num_envs)
     batch_size = case.num_steps * num_envs // case.minibatches
