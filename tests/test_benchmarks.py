@@ -15,6 +15,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import ale_py
 import experiments
 import gymnasium as gym
 import numpy as np
@@ -28,6 +29,7 @@ import ppo
 import ppo_atari
 import ppo_continuous
 
+gym.register_envs(ale_py)
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"ppo.py": ppo, "ppo_continuous.py": ppo_continuous, "ppo_atari.py": ppo_atari}
 
