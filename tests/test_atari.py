@@ -232,13 +232,20 @@ def scripted(clip_rewards=True, pressed=1, script=Scripted.script):
     return ppo.LostLives(envs, pressed, clip_rewards)
 
 
-def test_lives_forced_rows_and_statistics():
-    """Lost lives end episodes, not games; the row after an end is a filler; statistics are of whole games."""
-    args = make_args(num_envs=2, num_steps=12)
-    agent, envs = make_agent(args), scripted()
+def play(num_steps, seed=0, compile=False, **changes):
+    """A rollout of two scripted games, and what it was collected with."""
+    args = make_args(num_envs=2, num_steps=num_steps, compile=compile)
+    agent, envs = make_agent(args), scripted(**changes)
     rollout = ppo.Rollout(args, agent, 2)
     rollout.obs[-1] = torch.as_tensor(envs.reset()[0])
+    torch.manual_seed(seed)
     ppo.collect_rollout(envs, agent, rollout, args)
+    return rollout, envs, agent, args
+
+
+def test_lives_forced_rows_and_statistics():
+    """Lost lives end episodes, not games; the row after an end is a filler; statistics are of whole games."""
+    rollout, envs, *_ = play(12)
     # steps of a game: 0 1 2(life lost) 3(forced) 4(life lost) 5(forced, game over) then the reset, and again
     game_ends, lost = [0, 0, 0, 0, 0, 1, 0], [0, 0, 1, 0, 1, 0, 0]
     ends = np.array(game_ends) + lost
@@ -258,11 +265,7 @@ def test_lives_forced_rows_and_statistics():
 def test_the_row_after_a_time_limit_is_a_filler():
     """A game that is cut: the next row resets. A life that is lost in the last step is a death as well."""
     for lives, dead in ((3, False), (2, True)):
-        args = make_args(num_envs=2)
-        agent, envs = make_agent(args), scripted(script=((0, 3, 0, 0), (0, lives, 0, 1)))
-        rollout = ppo.Rollout(args, agent, 2)
-        rollout.obs[-1] = torch.as_tensor(envs.reset()[0])
-        ppo.collect_rollout(envs, agent, rollout, args)
+        rollout, *_ = play(8, script=((0, 3, 0, 0), (0, lives, 0, 1)))
         assert rollout.truncated[:6, 0].int().tolist() == [0, 1, 0, 0, 1, 0]
         assert rollout.terminated[:6, 0].int().tolist() == [0, dead, 0, 0, dead, 0]
         assert rollout.valid[:6, 0].int().tolist() == [1, 1, 0, 1, 1, 0]
@@ -271,11 +274,7 @@ def test_the_row_after_a_time_limit_is_a_filler():
 
 def test_a_rollout_goes_on_where_the_last_ended():
     """Filler rows carry over; what acted is stored: the policy and the values, of true observations."""
-    args = make_args(num_envs=2, num_steps=6)
-    agent, envs = make_agent(args), scripted()
-    rollout = ppo.Rollout(args, agent, 2)
-    rollout.obs[-1] = torch.as_tensor(envs.reset()[0])
-    ppo.collect_rollout(envs, agent, rollout, args)
+    rollout, envs, agent, args = play(6)
     last = rollout.obs[-1].clone()
     ppo.collect_rollout(envs, agent, rollout, args)
     assert torch.equal(rollout.obs[0], last)
@@ -562,16 +561,7 @@ def test_changing_coefficients_are_not_compiled_anew():
 
 def test_compiled_acting():
     """A compiled rollout is that of the eager one: the same actions, policies and values."""
-    rollouts = []
-    for compile in (False, True):
-        args = make_args(num_envs=2, num_steps=12, compile=compile)
-        agent, envs = make_agent(args), scripted()
-        rollout = ppo.Rollout(args, agent, 2)
-        rollout.obs[-1] = torch.as_tensor(envs.reset()[0])
-        torch.manual_seed(3)
-        ppo.collect_rollout(envs, agent, rollout, args)
-        rollouts.append(rollout)
-    eager, compiled = rollouts
+    eager, compiled = (play(12, 3, compile)[0] for compile in (False, True))
     assert torch.equal(eager.actions, compiled.actions)
     torch.testing.assert_close(eager.policy, compiled.policy, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(eager.values, compiled.values, atol=1e-4, rtol=1e-4)
