@@ -386,12 +386,16 @@ def reference_update(agent, rollout, args):
     return torch.cat([p.grad.flatten() for p in agent.parameters()])
 
 
-@pytest.mark.parametrize(("norm_adv", "compile"), [(True, False), (False, False), (True, True)])
-def test_a_gradient_step_by_brute_force(norm_adv, compile):
-    """`update`'s gradient is that of the loss over all valid rows, computed another way in float64."""
-    args = make_args(
-        norm_adv=norm_adv, num_minibatches=1, update_epochs=1, max_grad_norm=1e9, compile=compile
-    )
+@pytest.mark.parametrize(
+    ("norm_adv", "clip_vloss", "compile"), [(True, False, False), (False, True, False), (True, False, True)]
+)
+def test_a_gradient_step_by_brute_force(norm_adv, clip_vloss, compile):
+    """`update`'s gradient is that of the loss over all valid rows, computed another way in float64.
+
+    Clipping the change of the values does not alter it, for before the first step they have not changed.
+    """
+    args = make_args(norm_adv=norm_adv, num_minibatches=1, update_epochs=1, max_grad_norm=1e9)
+    args = replace(args, clip_vloss=clip_vloss, compile=compile)
     agent = make_agent(args)
     rollout = make_rollout(args, agent)
     expected = reference_update(make_agent(args), rollout, args)
