@@ -372,7 +372,7 @@ class Agent(nn.Module):
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Observations [B, 4, 84, 84] to log π(·|s) [B, A] and V(s) [B]."""
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.precision is torch.bfloat16):
-            images = obs.to(self.precision, memory_format=torch.channels_last) / 255
+            images = obs.to(self.precision, memory_format=torch.channels_last).div_(255)
             features = self.trunk(images).float()
         return self.actor(features).log_softmax(-1), self.critic(features).squeeze(-1)
 
@@ -572,7 +572,8 @@ class Rollout:
     def __init__(self, args: Args, agent: Agent, num_envs: int):
         device, steps = agent.weights[0].device, (args.num_steps, num_envs)
         self.images = torch.zeros(num_envs, 4, 84, 84, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.obs = torch.zeros(args.num_steps + 1, *self.images.shape, dtype=torch.uint8, device=device)
+        shape = args.num_steps + 1, num_envs, 84, 84, 4  # in memory the channels come last, for convolutions
+        self.obs = torch.zeros(shape, dtype=torch.uint8, device=device).permute(0, 1, 4, 2, 3)
         self.policy = torch.zeros(*steps, agent.num_actions, device=device)
         self.values = torch.zeros(args.num_steps + 1, num_envs, device=device)
         self.actions, self.rewards = torch.zeros(steps, dtype=torch.int64), torch.zeros(steps)
