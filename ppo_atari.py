@@ -35,6 +35,7 @@ actions, B rows of a batch. An observation is 4 images, the last the newest: [4,
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import math
 import os
@@ -749,6 +750,13 @@ def count_threads(args: Args) -> int:
     return args.num_threads or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
+def keep_memory() -> None:
+    """Let the C library keep memory that is freed, or each minibatch's arrays are mapped and cleared anew."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc
+        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+        _ = libc.mallopt(-3, 2**30) or libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD; old ones allow no more
+
+
 def seed_everything(seed: int) -> int:
     """Seed PyTorch, and NumPy and Python for environments that draw from them; return the environments' seed.
 
@@ -885,6 +893,7 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
     check_args(args)
     (rank, size), device = world(), pick_device(args)
     torch.set_num_threads(count_threads(args))
+    keep_memory()
     env_seed = seed_everything(args.seed)
     envs = make_envs(args, args.num_envs // size)
     agent = Agent(args, envs.single_action_space).to(device)

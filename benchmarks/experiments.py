@@ -297,16 +297,24 @@ EXPERIMENTS = [
     Experiment("sb3-rl-zoo", "sb3", CLASSIC, 3, settings=RL_ZOO),
 ]
 
-# Atari. With one run at a time, for it takes all cores: --jobs 1.
+# Atari. On a GPU with one run at a time: --jobs 1.
 PONG, BREAKOUT = "PongNoFrameskip-v4", "BreakoutNoFrameskip-v4"
 GAMES = [PONG, BREAKOUT, *(f"{game}NoFrameskip-v4" for game in ("BeamRider", "Qbert", "SpaceInvaders"))]
 SB3_ATARI = {
     "n_envs": 8, "n_steps": 128, "batch_size": 256, "n_epochs": 4, "learning_rate": "linear 0.00025",
     "clip_range": 0.1, "ent_coef": 0.01, "vf_coef": 0.25, "scheduled": 500_000,
 }  # fmt: skip
+ONE_CORE = "--bfloat16 --num-threads 1 --eval-episodes 100"
 EXPERIMENTS += [
-    Experiment("atari-cpu", "ppo_atari.py", {PONG: 2_000_000}, 1, "--bfloat16 --eval-episodes 100"),
-    Experiment("atari-cpu", "ppo_atari.py", {BREAKOUT: 500_000}, 1, "--bfloat16 --eval-episodes 100"),
+    Experiment(
+        "atari-pong",
+        "ppo_atari.py",
+        {PONG: 2_000_000},
+        1,
+        f"{ONE_CORE} --learning-rate 5e-4 --num-minibatches 8",
+    ),
+    Experiment("atari-pong-fast", "ppo_atari.py", {PONG: 2_000_000}, 1, f"{ONE_CORE} --learning-rate 1e-3"),
+    Experiment("atari-cpu", "ppo_atari.py", {BREAKOUT: 500_000}, 1, ONE_CORE),
     Experiment("sb3-atari", "sb3", {BREAKOUT: 250_000}, 1, settings={BREAKOUT: SB3_ATARI}),
     Experiment("atari-gpu", "ppo_atari.py", dict.fromkeys(GAMES, 10_000_000), 3, "--compile --bfloat16"),
 ]

@@ -188,7 +188,7 @@ def run_sb3(run: Run, folder: Path) -> dict[str, Any]:
     normalize, num_envs = settings.pop("normalize", False), settings.pop("n_envs")
     scheduled = settings.pop("scheduled", run.steps)  # steps in which what is linear falls to 0
     pixels = "NoFrameskip" in run.env_id
-    torch.set_num_threads(os.cpu_count() or 1 if pixels else 1)
+    torch.set_num_threads(1)
     gymnasium.register_envs(ale_py)
 
     def make(number: int, seed: int) -> Any:

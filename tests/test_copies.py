@@ -97,10 +97,11 @@ COPIES = {
 ''',  # noqa: E501
     },
     "ppo_atari.py": {
-        "added": "import difflib, import torch.distributed, Args.sticky_actions, Args.clip_rewards, "
-        "Args.bfloat16, world, collective, total, LostLives, LostLives.__init__, LostLives.reset, "
-        "LostLives.step, Screens, Screens.render_mode, Screens.__init__, Screens.reset, "
-        "Screens.step, Screens.render, Agent.forward, deal, normalize, count_threads",
+        "added": "import ctypes, import difflib, import torch.distributed, Args.sticky_actions, "
+        "Args.clip_rewards, Args.bfloat16, world, collective, total, LostLives, "
+        "LostLives.__init__, LostLives.reset, LostLives.step, Screens, Screens.render_mode, "
+        "Screens.__init__, Screens.reset, Screens.step, Screens.render, Agent.forward, deal, "
+        "normalize, count_threads, keep_memory",
         "missing": "import multiprocessing, import traceback, from torch.nn, Args.eval_max_steps, "
         "Args.async_envs, Args.norm_obs, Args.norm_rewards, Args.hidden_size, one_hot_mask, "
         "check_spaces, guard, make_env, RunningMoments, RunningMoments.__init__, "
@@ -242,6 +243,7 @@ COPIES = {
 - torch.set_num_threads(args.num_threads)
 + (rank, size), device = world(), pick_device(args)
 + torch.set_num_threads(count_threads(args))
++ keep_memory()
 - envs, one_hot = make_envs(args, args.num_envs)
 - agent = Agent(args, one_hot, envs.single_action_space).to(pick_device(args))
 - optimizer = Adam([flatten_parameters(agent)], args.learning_rate, eps=1e-5, fused=args.device != "mps")
