@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import torch
-from experiments import HERE, LOCOMOTION, MUJOCO, STUDIES, Study
+from experiments import ATARI, BREAKOUT, HERE, LOCOMOTION, MUJOCO, PONG, STUDIES, Study
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -128,6 +128,25 @@ def ablation_figure(results: dict) -> Figure:
     return figure
 
 
+def atari_figure(results: dict) -> Figure:
+    """Learning curves of Atari games on the CPU: Pong and Breakout against steps, Breakout against time."""
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    columns = (PONG, "thousand steps"), (BREAKOUT, "thousand steps"), (BREAKOUT, "minutes on a core")
+    for axes, (game, unit) in zip(figure.subplots(1, 3), columns, strict=True):
+        entries = [key for key in results if key[0] in ATARI and key[0] != "atari-gpu" and key[1][0] == game]
+        for index, (name, (_, steps)) in enumerate(entries):
+            y = table_of(results[name, (game, steps)], "return")
+            x = (np.arange(y.shape[1]) + 0.5) / y.shape[1] * steps / 1000
+            if unit != "thousand steps":
+                x = table_of(results[name, (game, steps)], "seconds").mean(0) / 60
+            curve(axes, x, y, index, ATARI[name].replace("`", ""))
+        axes.set_title(game, fontsize="medium")
+        axes.set_xlabel(unit)
+        axes.legend(loc="upper left" if game == BREAKOUT else "lower right", fontsize="small")
+    figure.supylabel("return (last 100 games)", fontsize="medium")
+    return figure
+
+
 def objective_figure() -> Figure:
     """The clipped objective of one row against its ratio, for both signs of the advantage, by `ppo_loss`."""
     figure = Figure(figsize=(8, 3.4), layout="constrained")
@@ -220,6 +239,7 @@ def draw(results: dict) -> Iterator[Path]:
                 for name, study in STUDIES.items()
             }
             made |= {"mujoco": mujoco_figure(results), "ablation": ablation_figure(results)}
+            made |= {"atari": atari_figure(results)}
             made |= {"objective": objective_figure(), "gae": gae_figure()}
             for name, figure in made.items():
                 path = FIGURES / f"{name}-{theme}.png"

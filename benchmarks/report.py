@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from experiments import (
     ABLATION,
+    ATARI,
     CLASSIC,
     HERE,
     LOCOMOTION,
@@ -54,6 +55,20 @@ BEST = {  # the best PPO at these steps that we found published: mean, spread, w
     "InvertedDoublePendulum-v5": (9231.3, 270.4, "Tianshou, v2"),
     "Pusher-v5": (-40.4, 7.2, "CleanRL, v4"),
     "Pendulum-v1": (-172.2, None, "RL Zoo, v1"),
+}
+BEST_ATARI = {  # the same, at 10M steps
+    "PongNoFrameskip-v4": "21.0 ± 0.1 (RL Zoo)",
+    "BreakoutNoFrameskip-v4": "414.7 ± 28.1 (CleanRL)",
+    "BeamRiderNoFrameskip-v4": "3397.0 ± 1662.4 (RL Zoo)",
+    "QbertNoFrameskip-v4": "15627.1 ± 3313.5 (RL Zoo)",
+    "SpaceInvadersNoFrameskip-v4": "960.3 ± 425.4 (RL Zoo)",
+}
+WAYS = {  # to run our scripts, by throughput.py's name for them
+    "ours": "eager",
+    "compiled": "`--compile`",
+    "workers": "`--compile --async-envs`",
+    "bfloat16": "`--bfloat16`",
+    "both": "`--bfloat16 --compile`",
 }
 
 
@@ -184,6 +199,28 @@ def mujoco_table(results: Results, name: str) -> Iterator[list[str]]:
     yield ["mean", "", "", "", "", "", "", f"**{np.mean(ratios):.2f}**"]
 
 
+def atari_table(results: Results) -> Iterator[list[str]]:
+    """Atari: each experiment of `ATARI` on each game that it was run on."""
+    early = 250_000
+    yield [
+        *("game", "", "steps", "seeds", f"training, at {short(early)}", "last 100 games of training"),
+        *("greedy", "sampled actions", "games", "minutes", "best published, at 10M"),
+    ]
+    for (name, (env_id, steps)), found in results.items():
+        if name in ATARI:
+            curves = np.array([run["curve"]["return"] for run in found], dtype=float)
+            training, greedy, sampled = (
+                spread(score(found, mode)) for mode in ("training", "greedy", "stochastic")
+            )
+            yield [
+                *(env_id, ATARI[name], short(steps), f"{len(found)}"),
+                spread(curves[:, early * curves.shape[1] // steps - 1]),
+                *(training, f"**{greedy}**", sampled, f"{len(found[0]['final']['greedy'])}"),
+                f"{np.mean([run['seconds'] for run in found]) / 60:.0f}",
+                BEST_ATARI[env_id],
+            ]
+
+
 def over_published(found: list[list[dict[str, Any]]]) -> np.ndarray:
     """[seeds, tasks] returns in training on `LOCOMOTION`, as multiples of the best published."""
     each = [normalized(score(x, "training"), env_id) for x, env_id in zip(found, LOCOMOTION, strict=True)]
@@ -260,8 +297,7 @@ def study_table(study: Study, results: Results) -> Iterator[list[str]]:
 def speed_table(rows: list[dict[str, Any]], env_ids: tuple[str, ...]) -> Iterator[list[str]]:
     """What throughput.py stored of some environments."""
     rows = [row for row in rows if row["env_id"] in env_ids]
-    labels = {"ours": "steps/s", "compiled": "`--compile`", "workers": "`--compile --async-envs`"}
-    labels = {who: label for who, label in labels.items() if who in rows[0]}
+    labels = {who: label for who, label in (WAYS | {"ours": "steps/s"}).items() if who in rows[0]}
     ratios = ("ratio", *list(labels.values())[1:])
     yield ["environment", "N", *labels.values(), "Stable-Baselines3", *ratios, "memory, MiB"]
     for row in rows:
@@ -277,13 +313,23 @@ def speed_table(rows: list[dict[str, Any]], env_ids: tuple[str, ...]) -> Iterato
 def shares_table(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
     """Where the time of our scripts goes."""
     yield ["environment", "N", "", *rows[0]["ours"]["shares"], "compiling, s"]
-    labels = {"ours": "eager", "compiled": "`--compile`", "workers": "`--compile --async-envs`"}
     for row in rows:
-        for who in (who for who in labels if who in row):
+        for who in (who for who in WAYS if who in row):
             compiling = row[who].get("compiling")
             shares = (f"{share:.0%}" for share in row[who]["shares"].values())
             last = f"{compiling[1]:.0f}" if compiling else ""
-            yield [row["env_id"], f"{row['num_envs']:,}", labels[who], *shares, last]
+            yield [row["env_id"], f"{row['num_envs']:,}", WAYS[who], *shares, last]
+
+
+def limits_table(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """How near ppo_atari.py comes to its games and its network, each alone, in turn."""
+    yield ["environment", "N", "", "steps/s", "the games alone", "the network alone", "in turn", "reached"]
+    for row in (row for row in rows if "games" in row):
+        for who, network in (("ours", "network"), ("bfloat16", "rough"), ("both", "graphs")):
+            reached, *alone = (row[key]["sps"][1] for key in (who, "games", network))
+            limit = 1 / sum(1 / speed for speed in alone)
+            figures = (f"{speed:,.0f}" for speed in (reached, *alone, limit))
+            yield [row["env_id"], f"{row['num_envs']:,}", WAYS[who], *figures, f"{reached / limit:.0%}"]
 
 
 def tables() -> dict[str, str]:
@@ -291,12 +337,14 @@ def tables() -> dict[str, str]:
     results = load()
     made = {"classic": classic_table(results)}
     made |= {name: mujoco_table(results, name) for name in ("mujoco", "mujoco-start", "mujoco-narrow")}
+    made |= {"atari": atari_table(results)}
     made |= {"ablation": ablation_table(results), "search": search_table(results)}
     made |= {name: study_table(study, results) for name, study in STUDIES.items() if name != "classic"}
     speed = json.loads((RESULTS / "throughput.json").read_text())
     made["speed-classic"] = speed_table(speed, ("CartPole-v1",))
     made["speed-mujoco"] = speed_table(speed, ("HalfCheetah-v5", "Humanoid-v5"))
-    made["shares"] = shares_table(speed)
+    made["speed-atari"] = speed_table(speed, ("BreakoutNoFrameskip-v4",))
+    made |= {"shares": shares_table(speed), "limits": limits_table(speed)}
     text = {}
     for name, rows in made.items():
         head, *body = (f"| {' | '.join(row)} |" for row in rows)

@@ -1,13 +1,15 @@
 """Steps a second of our scripts beside Stable-Baselines3's PPO, at the same settings, in alternation.
 
     python benchmarks/throughput.py --env-id CartPole-v1 --num-envs 4
-    python benchmarks/throughput.py --store             # everything, some 25 minutes on an idle machine
+    python benchmarks/throughput.py --store             # everything, some 35 minutes on an idle machine
 
 CartPole runs with ppo.py at CleanRL's settings (128 steps, 4 minibatches, 4 epochs, 64-64 tanh) and 1 to
 1,024 environments; HalfCheetah and Humanoid with ppo_continuous.py (8 environments, 256 steps, minibatches of
-64, 10 epochs, 64-64 ELU), with observations normalised and rewards scaled by both. Each run is a process of
-its own with one thread, ours also with --compile, and with --async-envs, which are processes more, where that
-may pay. What counts is the training loop as a user runs it, from the second iteration on: ours with
+64, 10 epochs, 64-64 ELU), with observations normalised and rewards scaled by both. Breakout runs with
+ppo_atari.py (8 environments, 128 steps, minibatches of 256, 4 epochs), and beside it the two things that limit
+it: its games without a network, and its network without games. Each run is a process of its own, with one
+thread (Breakout: all cores), ours also with --compile, --bfloat16, and with --async-envs, which are processes
+more, where that may pay. What counts is the training loop as a user runs it, from the second iteration on: ours with
 TensorBoard and status lines, Stable-Baselines3's `learn` without a logger. Start-up, compiling (which is
 stated) and evaluation count for none. An absolute figure says little on a shared machine; the ratio of
 neighbouring runs says more. With --store, the figures replace those that `report.py` makes the tables of.
@@ -41,7 +43,10 @@ FLAGS = {
     "ours": "", "compiled": " --compile", "workers": " --compile --async-envs", "bfloat16": " --bfloat16",
     "both": " --bfloat16 --compile",
 }  # fmt: skip
-LIMITS = {"games": "the games alone", "network": "the network alone", "rough": "the same in bfloat16"}
+LIMITS = {
+    "games": "the games alone", "network": "the network alone", "rough": "the same in bfloat16",
+    "graphs": "the same in bfloat16, compiled",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,12 +81,12 @@ def settings(script: Any, case: Case, env_id: str, num_envs: int, timesteps: int
     own: dict[str, Any] = {"norm_obs": case.normalize, "norm_rewards": case.normalize}
     own["async_envs"] = who == "workers"
     if case.script == "ppo_atari":
-        own = {"bfloat16": who in ("bfloat16", "both", "rough")}
+        own = {"bfloat16": who in ("bfloat16", "both", "rough", "graphs")}
     return script.Args(
         env_id=env_id, num_envs=num_envs, total_timesteps=timesteps, num_steps=case.num_steps,
         num_minibatches=case.minibatches, update_epochs=case.epochs, learning_rate=case.learning_rate,
         gae_lambda=0.95, norm_adv=True, recompute_advantages=False, **own,
-        compile=who in ("compiled", "workers", "both"),
+        compile=who in ("compiled", "workers", "both", "graphs"),
     )  # fmt: skip
 
 
@@ -104,6 +109,7 @@ def run_limit(case: Case, env_id: str, num_envs: int, timesteps: int, who: str) 
     rollout.obs.random_(256)
     rollout.actions.copy_(actions)
     rollout.valid[:] = True
+    act = script.compiled(agent.act, rollout.obs.device.type) if args.compile else agent.act
     for _ in range(1 + max(1, timesteps // (case.num_steps * num_envs))):
         if who == "games":
             for action in actions.numpy():
@@ -111,7 +117,7 @@ def run_limit(case: Case, env_id: str, num_envs: int, timesteps: int, who: str) 
         else:
             with torch.inference_mode():
                 for obs, noise in zip(rollout.obs, agent.noise(case.num_steps, num_envs), strict=False):
-                    agent.act(obs, noise)[0].cpu()
+                    act(obs, noise)[0].cpu()
             script.update(agent, optimizer, rollout, state, args)
         marks.append(time.perf_counter())
     return {"sps": (len(marks) - 1) * case.num_steps * num_envs / (marks[-1] - marks[0])}

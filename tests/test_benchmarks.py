@@ -294,7 +294,7 @@ STORED = [run for run in experiments.runs() if run.path.exists()]
 def test_stored_results_are_those_of_the_list():
     """What is stored is listed, with its commit and what its flags mean; MuJoCo and Atari may lack runs."""
     missing = {run.experiment.name for run in experiments.runs() if run not in STORED}
-    assert all(name.startswith(("mujoco", "atari", "sb3-atari")) for name in missing)
+    assert all(name.startswith(("mujoco", "atari")) for name in missing)
     others = {"short-runs", "throughput"}
     files = {path for path in experiments.RESULTS.rglob("*.json") if path.stem not in others}
     assert files == {run.path for run in STORED}
