@@ -6,13 +6,14 @@
 CartPole runs with ppo.py at CleanRL's settings (128 steps, 4 minibatches, 4 epochs, 64-64 tanh) and 1 to
 1,024 environments; HalfCheetah and Humanoid with ppo_continuous.py (8 environments, 256 steps, minibatches of
 64, 10 epochs, 64-64 ELU), with observations normalised and rewards scaled by both. Breakout runs with
-ppo_atari.py (8 environments, 128 steps, minibatches of 256, 4 epochs), and beside it the two things that limit
-it: its games without a network, and its network without games. Each run is a process of its own, with one
-thread (Breakout: all cores), ours also with --compile, --bfloat16, and with --async-envs, which are processes
-more, where that may pay. What counts is the training loop as a user runs it, from the second iteration on: ours with
-TensorBoard and status lines, Stable-Baselines3's `learn` without a logger. Start-up, compiling (which is
-stated) and evaluation count for none. An absolute figure says little on a shared machine; the ratio of
-neighbouring runs says more. With --store, the figures replace those that `report.py` makes the tables of.
+ppo_atari.py (8 environments, 128 steps, minibatches of 256, 4 epochs), and beside it the two things that
+limit it: its games without a network, and its network without games. Each run is a process of its own, with
+one thread (Breakout: all cores), ours also with --compile, --bfloat16, and with --async-envs, which are
+processes more, where that may pay. What counts is the training loop as a user runs it, from the second
+iteration on: ours with TensorBoard and status lines, Stable-Baselines3's `learn` without a logger. Start-up,
+compiling (which is stated) and evaluation count for none. An absolute figure says little on a shared machine;
+the ratio of neighbouring runs says more. With --store, the figures replace those that `report.py` makes the
+tables of.
 """
 
 from __future__ import annotations
