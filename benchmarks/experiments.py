@@ -308,14 +308,12 @@ ONE_CORE = "--bfloat16 --num-threads 1 --eval-episodes 100"
 PONG_FLAGS = f"{ONE_CORE} --learning-rate 5e-4 --num-minibatches 8"
 EXPERIMENTS += [
     Experiment("atari-pong", "ppo_atari.py", {PONG: 2_000_000}, 1, PONG_FLAGS),
-    Experiment("atari-pong-fast", "ppo_atari.py", {PONG: 2_000_000}, 1, f"{ONE_CORE} --learning-rate 1e-3"),
     Experiment("atari-breakout", "ppo_atari.py", {BREAKOUT: 500_000}, 1, ONE_CORE),
     Experiment("atari-sb3", "sb3", {BREAKOUT: 250_000}, 1, settings={BREAKOUT: SB3_ATARI}),
     Experiment("atari-gpu", "ppo_atari.py", dict.fromkeys(GAMES, 10_000_000), 3, "--compile --bfloat16"),
 ]
 ATARI = {  # in the table, by name of the experiment
     "atari-pong": "`--learning-rate 5e-4 --num-minibatches 8`",
-    "atari-pong-fast": "`--learning-rate 1e-3`",
     "atari-breakout": "the defaults",
     "atari-sb3": "Stable-Baselines3, at these settings",
     "atari-gpu": "the defaults",
