@@ -536,7 +536,9 @@ def test_figures():
     assert figures["losses/policy_mismatch"] < 1e-5
     agent = make_agent(args)
     vector = ppo.flatten_parameters(agent)
-    rollout.policy[-1, rollout.valid[-1].nonzero()[0]] += 0.5
+    first, last = rollout.valid[-1].nonzero()[[0, -1], 0]
+    rollout.policy[-1, first] += 0.5
+    rollout.policy[-1, last], rollout.valid[-1, last] = 9.0, False  # a filler row counts for nothing
     figures = ppo.update(agent, torch.optim.Adam([vector], 1e-3), rollout, make_state(args), args)
     assert figures["losses/policy_mismatch"] == pytest.approx(0.5, abs=1e-4)
 
