@@ -26,6 +26,10 @@ for name in ("obs", "policy", "values", "actions", "rewards", "terminated", "tru
 counts = whole.valid.sum(0)
 assert counts[:2].sum() != counts[2:].sum()  # unequal shares, or weights would not matter
 
+_, weights = ppo.deal(rollout.valid.flatten().nonzero().squeeze(-1), 2, rollout.valid.numel() // 2)
+of_all = ppo.total((weights > 0).sum(1, keepdim=True))  # rows of each minibatch, in all processes
+torch.testing.assert_close(weights, (weights > 0) / of_all)
+
 
 def deal(rows, parts, size):
     """Even steps to one minibatch, odd ones to the other, in one process and in two."""

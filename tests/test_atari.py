@@ -265,11 +265,13 @@ def test_lives_forced_rows_and_statistics():
 def test_the_row_after_a_time_limit_is_a_filler():
     """A game that is cut: the next row resets. A life that is lost in the last step is a death as well."""
     for lives, dead in ((3, False), (2, True)):
-        rollout, *_ = play(8, script=((0, 3, 0, 0), (0, lives, 0, 1)))
+        rollout, envs, agent, args = play(8, script=((0, 3, 0, 0), (0, lives, 0, 1)))
         assert rollout.truncated[:6, 0].int().tolist() == [0, 1, 0, 0, 1, 0]
         assert rollout.terminated[:6, 0].int().tolist() == [0, dead, 0, 0, dead, 0]
         assert rollout.valid[:6, 0].int().tolist() == [1, 1, 0, 1, 1, 0]
         assert [length for _, length in rollout.episodes[:2]] == [2, 2]
+        ppo.collect_rollout(envs, agent, rollout, args)  # the last row was cut
+        assert rollout.valid[:, 0].int().tolist() == [0, 1, 1, 0, 1, 1, 0, 1]
 
 
 def test_a_rollout_goes_on_where_the_last_ended():
