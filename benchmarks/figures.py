@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import torch
-from experiments import ATARI, BREAKOUT, HERE, LOCOMOTION, MUJOCO, PONG, STUDIES, Study
+from experiments import BREAKOUT, HERE, LOCOMOTION, MUJOCO, PONG, STUDIES, Study
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -132,17 +132,25 @@ def atari_figure(results: dict) -> Figure:
     """Learning curves of Atari games on the CPU: Pong and Breakout against steps, Breakout against time."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     columns = (PONG, "thousand steps"), (BREAKOUT, "thousand steps"), (BREAKOUT, "minutes on a core")
+    entries = {
+        "atari-pong": "ppo_atari.py",
+        "atari-breakout": "ppo_atari.py",
+        "atari-sb3": "Stable-Baselines3",
+    }
+    handles: dict[str, Any] = {}
     for axes, (game, unit) in zip(figure.subplots(1, 3), columns, strict=True):
-        entries = [key for key in results if key[0] in ATARI and key[0] != "atari-gpu" and key[1][0] == game]
-        for index, (name, (_, steps)) in enumerate(entries):
-            y = table_of(results[name, (game, steps)], "return")
+        for (name, (env_id, steps)), found in results.items():
+            if name not in entries or env_id != game:
+                continue
+            y = table_of(found, "return")
             x = (np.arange(y.shape[1]) + 0.5) / y.shape[1] * steps / 1000
             if unit != "thousand steps":
-                x = table_of(results[name, (game, steps)], "seconds").mean(0) / 60
-            curve(axes, x, y, index, ATARI[name].replace("`", ""))
+                x = table_of(found, "seconds").mean(0) / 60
+            curve(axes, x, y, list(dict.fromkeys(entries.values())).index(entries[name]), entries[name])
         axes.set_title(game, fontsize="medium")
         axes.set_xlabel(unit)
-        axes.legend(loc="upper left" if game == BREAKOUT else "lower right", fontsize="small")
+        handles |= {text: handle for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2)
     figure.supylabel("return (last 100 games)", fontsize="medium")
     return figure
 
