@@ -132,21 +132,17 @@ def atari_figure(results: dict) -> Figure:
     """Learning curves of Atari games on the CPU: Pong and Breakout against steps, Breakout against time."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     columns = (PONG, "thousand steps"), (BREAKOUT, "thousand steps"), (BREAKOUT, "minutes on a core")
-    entries = {
-        "atari-pong": "ppo_atari.py",
-        "atari-breakout": "ppo_atari.py",
-        "atari-sb3": "Stable-Baselines3",
-    }
+    labels, peer = ("ppo_atari.py", "Stable-Baselines3"), "atari-sb3"
     handles: dict[str, Any] = {}
     for axes, (game, unit) in zip(figure.subplots(1, 3), columns, strict=True):
         for (name, (env_id, steps)), found in results.items():
-            if name not in entries or env_id != game:
+            if name not in ("atari-pong", "atari-breakout", peer) or env_id != game:
                 continue
             y = table_of(found, "return")
             x = (np.arange(y.shape[1]) + 0.5) / y.shape[1] * steps / 1000
             if unit != "thousand steps":
                 x = table_of(found, "seconds").mean(0) / 60
-            curve(axes, x, y, list(dict.fromkeys(entries.values())).index(entries[name]), entries[name])
+            curve(axes, x, y, int(name == peer), labels[name == peer])
         axes.set_title(game, fontsize="medium")
         axes.set_xlabel(unit)
         handles |= {text: handle for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
