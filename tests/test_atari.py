@@ -148,6 +148,7 @@ def test_the_protocol_is_gymnasiums(game, fire, steps, no_noops):
 def test_how_games_begin(game, most, fire):
     """A frame of FIRE where there is that button, then 0 to 28 frames without action, else 0 to 29."""
     envs, frames = ppo.make_envs(make_args(env_id=game), 8), set()
+    assert envs.pressed == fire  # after a lost life, too; action 1 is FIRE where there is that button
     for seed in range(8):
         _, info = envs.reset(seed=100 * seed)
         frames |= set((info["episode_frame_number"] - fire).tolist())
