@@ -295,27 +295,27 @@ class LostLives(gym.vector.VectorWrapper):
 
 
 class Screens(gym.vector.VectorWrapper):
-    """Makes games renderable, for videos, by stepping their twins, which are seen in colour and full size."""
+    """Makes the first game renderable, for videos, by stepping its twin, seen in colour and full size."""
 
     render_mode = "rgb_array"
 
-    def __init__(self, envs: VectorEnv, twins: VectorEnv):
+    def __init__(self, envs: VectorEnv, twin: VectorEnv):
         super().__init__(envs)
-        self.twins = twins
+        self.twin = twin
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
-        """As of any vector environment; a seed is needed, or the twins would differ."""
-        self.images, _ = self.twins.reset(**kwargs)
+        """As of any vector environment; a seed is needed, or the twin would differ."""
+        self.images, _ = self.twin.reset(**kwargs)
         return self.env.reset(**kwargs)
 
     def step(self, actions: np.ndarray) -> tuple:
         """As of any vector environment."""
-        self.images, *_ = self.twins.step(actions)
+        self.images, *_ = self.twin.step(actions[:1])
         return self.env.step(actions)
 
     def render(self) -> tuple[np.ndarray, ...]:
-        """An image [210, 160, 3] of each game."""
-        return tuple(self.images[:, -1])
+        """The first game's image [210, 160, 3], in the place of each game's."""
+        return (self.images[0, -1],) * self.num_envs
 
 
 def make_envs(args: Args, num_envs: int, video: Path | None = None) -> VectorEnv:
@@ -340,8 +340,8 @@ def make_envs(args: Args, num_envs: int, video: Path | None = None) -> VectorEnv
         envs: Any = gym.make_vec(f"ALE/{game}-v5", **settings)
         buttons = [action.name for action in envs.unwrapped.ale.get_action_set()]
         if video:
-            screen: dict[str, Any] = {"grayscale": False, "img_height": 210, "img_width": 160}
-            envs = Screens(envs, gym.make_vec(f"ALE/{game}-v5", **settings, **screen))
+            screen = {"num_envs": 1, "grayscale": False, "img_height": 210, "img_width": 160}
+            envs = Screens(envs, gym.make_vec(f"ALE/{game}-v5", **settings | screen))
             first: dict[str, Any] = {"record_first_only": True, "episode_trigger": lambda n: n == 0}
             envs = gym.wrappers.vector.RecordVideo(envs, str(video), **first, fps=15)
     except Exception as error:  # such as games that are not installed

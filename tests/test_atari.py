@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import cv2
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -184,6 +185,22 @@ def test_names_of_a_game():
         envs.close()
     for first in firsts[1:]:
         np.testing.assert_array_equal(first, firsts[0])
+
+
+def test_a_video_shows_the_first_game(tmp_path):
+    """The images of a video are the first game's observations, but in colour and full size."""
+    envs = ppo.make_envs(make_args(env_id="Pong"), 3, tmp_path)
+    rng, shapes = np.random.default_rng(0), []
+    envs.reset(seed=1)
+    for _ in range(60):
+        obs, *_ = envs.step(rng.integers(6, size=3))
+    for image in envs.env.render():
+        grey = cv2.resize(image @ [0.299, 0.587, 0.114], (84, 84), interpolation=cv2.INTER_AREA)
+        errors = [np.abs(grey - own[-1]).mean() for own in obs]
+        assert errors[0] < 0.35 < min(errors[1:])
+        shapes.append(image.shape)
+    assert shapes == [(210, 160, 3)] * 3
+    envs.close()
 
 
 def test_sticky_actions():
