@@ -357,7 +357,7 @@ def test_figures(tmp_path, monkeypatch):
     committed = {path.name for path in figures.FIGURES.iterdir()}
     monkeypatch.setattr(figures, "FIGURES", tmp_path)
     made = {path.name for path in figures.draw(report.load())}
-    names = {*experiments.STUDIES, "mujoco", "ablation", "objective", "gae"}
+    names = {*experiments.STUDIES, "mujoco", "atari", "ablation", "objective", "gae"}
     assert made == committed == {f"{name}-{theme}.png" for name in names for theme in ("light", "dark")}
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in made)
 
