@@ -326,7 +326,7 @@ def limits_table(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
     yield ["environment", "N", "", "steps/s", "the games alone", "the network alone", "in turn", "reached"]
     for row in (row for row in rows if "games" in row):
         for who, network in (("ours", "network"), ("bfloat16", "rough"), ("both", "graphs")):
-            if network not in row:
+            if network not in row:  # stored before it was measured
                 continue
             reached, *alone = (row[key]["sps"][1] for key in (who, "games", network))
             limit = 1 / sum(1 / speed for speed in alone)

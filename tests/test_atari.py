@@ -656,6 +656,32 @@ def test_same_seed_same_weights(tmp_path, monkeypatch):
     assert not all(torch.equal(ends[0][name], ends[2][name]) for name in ends[0])
 
 
+def test_every_process_and_the_evaluation_play_games_of_their_own(tmp_path, monkeypatch):
+    """Seeds of games and random numbers differ by process and from evaluation's; episodes are exchanged."""
+    seeds, exchanged = [], []
+
+    class Recorded(Squares):
+        def reset(self, seed=None, options=None):
+            seeds.append((seed, torch.initial_seed()))
+            return super().reset(seed)
+
+    def make_envs(args, num_envs, video=None):
+        envs = gym.wrappers.vector.RecordEpisodeStatistics(Recorded(num_envs), stats_key="rollout_episode")
+        return ppo.LostLives(envs, 0, args.clip_rewards)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ppo, "make_envs", make_envs)
+    monkeypatch.setattr(ppo, "collective", lambda operation, *_: exchanged.append(operation))
+    for rank in (0, 1):  # one after the other: nothing is exchanged in fact
+        monkeypatch.setattr(ppo, "world", lambda rank=rank: (rank, 2))
+        ppo.train(make_args(num_envs=4, total_timesteps=32, eval_episodes=3))
+    first, greedy, stochastic, second = seeds
+    assert second[0] == first[0] + 2  # beyond the 2 games of the first process
+    assert second[1] == first[1] + 1
+    assert min(greedy[0], stochastic[0]) >= 2**30 > second[0] + 2
+    assert ppo.dist.all_gather_object in exchanged
+
+
 def test_a_signal_ends_training_after_the_iteration(tmp_path, monkeypatch, capsys):
     """SIGTERM: a checkpoint, the command that goes on from it, and status 143; and it does go on."""
     monkeypatch.setattr(ppo, "make_envs", make_squares)
@@ -724,6 +750,15 @@ def test_threads_and_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ppo.Refused, match="4 processes need a GPU each, and this machine has 2"):
         ppo.check_args(make_args(device="auto", num_minibatches=1))
+
+
+def test_threads_of_the_games(monkeypatch):
+    """The games have --num-threads, but not more threads than there are games."""
+    given, make_vec = [], gym.make_vec
+    monkeypatch.setattr(gym, "make_vec", lambda *_, **kwargs: given.append(kwargs) or make_vec(*_, **kwargs))
+    for num_threads in (1, 2, 5):
+        ppo.make_envs(make_args(num_threads=num_threads), 3).close()
+    assert [kwargs["num_threads"] for kwargs in given] == [1, 2, 3]
 
 
 # The command line
