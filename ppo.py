@@ -19,6 +19,7 @@ it and in `make_env` put `MyEnv()` in the place of `gym.make(...)`.
 Reading order: `Agent` (the networks), the equations (`compute_gae`, `ppo_loss`), `collect_rollout`, `update`,
 and `train`, which is Algorithm 1 of the PPO paper. Where an equation or a detail comes from:
 
+  Schulman 2015     "Trust Region Policy Optimization", arXiv:1502.05477
   PPO paper         Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   GAE paper         Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE", arXiv:1506.02438
   Pardo 2018        "Time Limits in Reinforcement Learning", arXiv:1712.00378
@@ -136,7 +137,7 @@ class Args:
     desired_kl: float = 0.01
     """Set point of --adapt, in nats."""
     target_kl: float | None = None
-    """End an iteration's passes when the KL from the old policy exceeds this; it adapts nothing."""
+    """End an iteration's passes, and go back, when the KL from the old policy exceeds this."""
     ent_coef: float = 0.01
     """Weight of the entropy bonus."""
     anneal_ent_coef: bool = False
@@ -620,7 +621,9 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
     optimizer.param_groups[0]["lr"] = state.learning_rate
     (vector,) = optimizer.param_groups[0]["params"]
     step = compiled(gradient) if args.compile else gradient
+    limit = math.inf if args.target_kl is None else args.target_kl
     for epoch in range(args.update_epochs):
+        before = vector.detach().clone()
         if epoch > 0 and args.recompute_advantages:
             with torch.no_grad():
                 advantages, returns = compute_gae(rewards, agent.value(obs), *ends)
@@ -632,9 +635,15 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
             figures.append(now)
             norms.append(norm)
         if epoch + 1 == args.update_epochs or args.target_kl is not None:
-            with torch.no_grad():  # how far this update has come from the old policy, exactly
-                kl = kl_divergence(batch.policy, agent.policy(batch.obs))[rows].mean()
-            if args.target_kl is not None and kl > args.target_kl:
+            with torch.no_grad():
+                for halvings in range(12):
+                    # How far this update has come from the old policy, exactly. If too far, back by halves
+                    # (Schulman 2015, Appendix C), and at last to where this pass began.
+                    kl = kl_divergence(batch.policy, agent.policy(batch.obs))[rows].mean()
+                    if not kl > limit:
+                        break
+                    vector.lerp_(before, 0.5 if halvings < 10 else 1.0)
+            if halvings > 0:
                 break
 
     if args.norm_obs:  # not earlier: the statistics that acted are those that were learnt with

@@ -19,11 +19,13 @@ it and in `make_env` put `MyEnv()` in the place of `gym.make(...)`.
 Reading order: `Agent` (the networks), the equations (`compute_gae`, `ppo_loss`), `collect_rollout`, `update`,
 and `train`, which is Algorithm 1 of the PPO paper. Where an equation or a detail comes from:
 
+  Schulman 2015     "Trust Region Policy Optimization", arXiv:1502.05477
   PPO paper         Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   GAE paper         Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE", arXiv:1506.02438
   Pardo 2018        "Time Limits in Reinforcement Learning", arXiv:1712.00378
   Engstrom 2020     "Implementation Matters in Deep Policy Gradients", arXiv:2005.12729
   Andrychowicz 2021 "What Matters In On-Policy Reinforcement Learning?", arXiv:2006.05990
+  Dohare 2023       "Overcoming Policy Collapse in Deep Reinforcement Learning", EWRL 16
   Huang 2022        "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog Track
 
 Shapes: T steps a rollout (--num-steps), N environments (--num-envs), D entries an observation, A an action,
@@ -135,8 +137,8 @@ class Args:
     """After each iteration, adapt this coefficient so that the KL of an iteration stays near --desired-kl."""
     desired_kl: float = 0.01
     """Set point of --adapt, in nats."""
-    target_kl: float | None = None
-    """End an iteration's passes when the KL from the old policy exceeds this; it adapts nothing."""
+    target_kl: float | None = 0.1
+    """End an iteration's passes, and go back, when the KL from the old policy exceeds this."""
     ent_coef: float = 0.0
     """Weight of the entropy bonus."""
     anneal_ent_coef: bool = False
@@ -659,7 +661,9 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
     optimizer.param_groups[0]["lr"] = state.learning_rate
     (vector,) = optimizer.param_groups[0]["params"]
     step = compiled(gradient) if args.compile else gradient
+    limit = math.inf if args.target_kl is None else args.target_kl
     for epoch in range(args.update_epochs):
+        before = vector.detach().clone()
         if epoch > 0 and args.recompute_advantages:
             with torch.no_grad():
                 advantages, returns = compute_gae(rewards, agent.value(obs), *ends)
@@ -671,9 +675,15 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
             figures.append(now)
             norms.append(norm)
         if epoch + 1 == args.update_epochs or args.target_kl is not None:
-            with torch.no_grad():  # how far this update has come from the old policy, exactly
-                kl = kl_divergence(batch.policy, agent.policy(batch.obs))[rows].mean()
-            if args.target_kl is not None and kl > args.target_kl:
+            with torch.no_grad():
+                for halvings in range(12):
+                    # How far this update has come from the old policy, exactly. If too far, back by halves
+                    # (Schulman 2015, Appendix C), and at last to where this pass began.
+                    kl = kl_divergence(batch.policy, agent.policy(batch.obs))[rows].mean()
+                    if not kl > limit:
+                        break
+                    vector.lerp_(before, 0.5 if halvings < 10 else 1.0)
+            if halvings > 0:
                 break
 
     if args.norm_obs:  # not earlier: the statistics that acted are those that were learnt with
@@ -920,7 +930,10 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
     env_seed = seed_everything(args.seed)
     envs, one_hot = make_envs(args, args.num_envs)
     agent = Agent(args, one_hot, envs.single_action_space).to(pick_device(args))
-    optimizer = Adam([flatten_parameters(agent)], args.learning_rate, eps=1e-5, fused=args.device != "mps")
+    # β2 is usually 0.999. With less, the scale of Adam's steps soon follows gradients that grow suddenly, as
+    # they do when an episode fails after many that did not (Dohare 2023).
+    settings = {"eps": 1e-5, "betas": (0.9, 0.99), "fused": args.device != "mps"}
+    optimizer = Adam([flatten_parameters(agent)], args.learning_rate, **settings)
     state = State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
     if checkpoint := args.resume or args.evaluate:
         before, state = load_checkpoint(checkpoint, agent, optimizer)

@@ -33,6 +33,7 @@ COPIES = {
 + python ppo_continuous.py --env-id HalfCheetah-v5
 - trains on any Gymnasium environment with `Discrete` actions and observations that flatten to a vector. To use
 + trains on any Gymnasium environment with `Box` actions and observations that flatten to a vector. To use
++ Dohare 2023       "Overcoming Policy Collapse in Deep Reinforcement Learning", EWRL 16
 - Shapes: T steps a rollout (--num-steps), N environments (--num-envs), D entries an observation, A actions,
 + Shapes: T steps a rollout (--num-steps), N environments (--num-envs), D entries an observation, A an action,
 @ FORMAT
@@ -91,6 +92,11 @@ COPIES = {
 - ADVICE = {kl_watch: 5, kl_act: 5, drift: 10, idle: 20, critic: 20, collapse: 10, mismatch: 1}  # iterations
 + ADVICE = {kl_watch: 5, kl_act: 5, drift: 10, idle: 20, critic: 20}  # iterations
 @ train
+- optimizer = Adam([flatten_parameters(agent)], args.learning_rate, eps=1e-5, fused=args.device != "mps")
++ # β2 is usually 0.999. With less, the scale of Adam's steps soon follows gradients that grow suddenly, as
++ # they do when an episode fails after many that did not (Dohare 2023).
++ settings = {"eps": 1e-5, "betas": (0.9, 0.99), "fused": args.device != "mps"}
++ optimizer = Adam([flatten_parameters(agent)], args.learning_rate, **settings)
 - rollout, figures = Rollout(args, len(one_hot)), dict[str, float]()
 + rollout, figures = Rollout(args, len(one_hot), agent.num_actions), dict[str, float]()
 + figures |= action_figures(agent, rollout)
@@ -124,6 +130,7 @@ COPIES = {
 - it and in `make_env` put `MyEnv()` in the place of `gym.make(...)`.
 + trains on any game of the Arcade Learning Environment, under DeepMind's protocol, which `make_envs` describes.
 + Under torchrun, processes with equal shares of the environments learn one network together.
+- Schulman 2015     "Trust Region Policy Optimization", arXiv:1502.05477
 + Mnih 2015         "Human-level control through deep reinforcement learning", Nature 518
 + Machado 2018      "Revisiting the Arcade Learning Environment", arXiv:1709.06009
 - Shapes: T steps a rollout (--num-steps), N environments (--num-envs), D entries an observation, A actions,
@@ -139,6 +146,9 @@ COPIES = {
 @ Args.total_timesteps
 - """Environment transitions to learn from."""
 + """Environment transitions to learn from, of 4 frames each."""
+@ Args.target_kl
+- """End an iteration's passes, and go back, when the KL from the old policy exceeds this."""
++ """End an iteration's passes when the KL from the old policy exceeds this; it adapts nothing."""
 @ Args.device
 - """Where the networks live. auto: CUDA from --hidden-size 512; small networks are faster on the CPU."""
 + """Where the network lives. auto: on a GPU that CUDA knows, if there is one."""

@@ -1040,24 +1040,51 @@ def test_recompute_advantages(recorder, monkeypatch, recompute):
     assert len(changes) == 3
 
 
-def test_target_kl_stops_after_the_epoch_that_exceeds_it():
-    """An update with a target is the one with as many epochs as reach a KL above it, bit for bit."""
-    results = []
-    for epochs in range(1, 7):
-        args = make_args(update_epochs=epochs)
+def test_target_kl_ends_the_passes_within_it():
+    """The first pass that ends beyond the target is halved until it ends within; none follows it."""
+    passes = []  # the weights after 0, 1, ... passes, and the KL that they have come to
+    for epochs in range(7):
+        args = make_args(update_epochs=max(epochs, 1))
         agent = make_agent(args)
-        figures = learn(agent, make_rollout(args, agent), args)
-        results.append((figures["losses/kl"], weights(agent), figures))
-    kls = [result[0] for result in results]
+        rollout = make_rollout(args, agent)
+        old = copy.deepcopy(agent)
+        figures = learn(agent, rollout, args) if epochs else {"losses/kl": 0.0}
+        passes.append((weights(agent), figures["losses/kl"]))
+    kls = [kl for _, kl in passes]
     assert kls[0] < kls[1] < kls[2] < kls[3]
-    cases = [(kls[0] / 2, 1), ((kls[0] + kls[1]) / 2, 2), ((kls[1] + kls[2]) / 2, 3), (10.0, 6)]
-    cases += [(kls[0], 2)]  # reached, but not exceeded
-    for target, epochs in cases:
+
+    def kl_of(vector):
+        """The mean KL of these weights from the old policy on the valid rows, in float64."""
+        new = copy.deepcopy(old)
+        torch.nn.utils.vector_to_parameters(vector, new.parameters())
+        pair = (networks(x, rollout.obs[:-1])[0] for x in (old, new))
+        return torch.distributions.kl_divergence(*pair)[rollout.valid].mean().item()
+
+    halves = []
+    for target, last in [(kls[1] / 2, 1), (kls[1] / 1000, 1), (kls[1] + 0.7 * (kls[2] - kls[1]), 2)]:
+        (begin, _), (end, _) = passes[last - 1 : last + 1]
+        half = next(n for n in range(1, 11) if kl_of(end.lerp(begin, 1 - 0.5**n)) <= target)
+        halves.append(half)
         args = make_args(update_epochs=6, target_kl=target)
         agent = make_agent(args)
-        figures = learn(agent, make_rollout(args, agent), args)
-        assert torch.equal(weights(agent), results[epochs - 1][1])
-        assert figures == results[epochs - 1][2]
+        kl = learn(agent, make_rollout(args, agent), args)["losses/kl"]
+        assert kl <= target
+        assert kl == pytest.approx(kl_of(weights(agent)), rel=1e-3)
+        torch.testing.assert_close(weights(agent), end.lerp(begin, 1 - 0.5**half), rtol=0, atol=1e-6)
+    assert len(set(halves)) > 1
+    args = make_args(update_epochs=6, target_kl=10.0)  # never reached
+    agent = make_agent(args)
+    assert learn(agent, make_rollout(args, agent), args)["losses/kl"] == kls[6]
+    assert torch.equal(weights(agent), passes[6][0])
+
+
+def test_target_kl_that_nothing_can_meet_undoes_the_pass():
+    """Where even the smallest part of a pass is too far, nothing of it is left."""
+    args = make_args(update_epochs=3, target_kl=1e-12, learning_rate=1e-1)
+    agent = make_agent(args)
+    before = weights(agent)
+    learn(agent, make_rollout(args, agent), args)
+    assert torch.equal(weights(agent), before)
 
 
 def test_kl_figure_is_the_exact_kl_on_valid_rows():
