@@ -25,7 +25,6 @@ and `train`, which is Algorithm 1 of the PPO paper. Where an equation or a detai
   Pardo 2018        "Time Limits in Reinforcement Learning", arXiv:1712.00378
   Engstrom 2020     "Implementation Matters in Deep Policy Gradients", arXiv:2005.12729
   Andrychowicz 2021 "What Matters In On-Policy Reinforcement Learning?", arXiv:2006.05990
-  Dohare 2023       "Overcoming Policy Collapse in Deep Reinforcement Learning", EWRL 16
   Huang 2022        "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog Track
 
 Shapes: T steps a rollout (--num-steps), N environments (--num-envs), D entries an observation, A an action,
@@ -137,7 +136,7 @@ class Args:
     """After each iteration, adapt this coefficient so that the KL of an iteration stays near --desired-kl."""
     desired_kl: float = 0.01
     """Set point of --adapt, in nats."""
-    target_kl: float | None = 0.1
+    target_kl: float | None = None
     """End an iteration's passes, and go back, when the KL from the old policy exceeds this."""
     ent_coef: float = 0.0
     """Weight of the entropy bonus."""
@@ -930,10 +929,7 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
     env_seed = seed_everything(args.seed)
     envs, one_hot = make_envs(args, args.num_envs)
     agent = Agent(args, one_hot, envs.single_action_space).to(pick_device(args))
-    # β2 is usually 0.999. With less, the scale of Adam's steps soon follows gradients that grow suddenly, as
-    # they do when an episode fails after many that did not (Dohare 2023).
-    settings = {"eps": 1e-5, "betas": (0.9, 0.99), "fused": args.device != "mps"}
-    optimizer = Adam([flatten_parameters(agent)], args.learning_rate, **settings)
+    optimizer = Adam([flatten_parameters(agent)], args.learning_rate, eps=1e-5, fused=args.device != "mps")
     state = State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
     if checkpoint := args.resume or args.evaluate:
         before, state = load_checkpoint(checkpoint, agent, optimizer)

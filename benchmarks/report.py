@@ -228,12 +228,12 @@ def over_published(found: list[list[dict[str, Any]]]) -> np.ndarray:
 
 
 def ablation(results: Results) -> dict[str, tuple[str, list[list[dict[str, Any]]]]]:
-    """Of the base, and of each entry that was run on all tasks: the label, and the results on each."""
-    listed = {"mujoco-unlimited": "the base"} | {
+    """Of the defaults, and of each entry that was run on all tasks: the label, and the results on each."""
+    listed = {"mujoco": "the defaults"} | {
         f"mujoco-but-{name}": label for name, (label, *_) in ABLATION.items()
     }
     found = {name: [results.get((name, task), []) for task in tasks(LOCOMOTION)] for name in listed}
-    seeds = len(found["mujoco-unlimited"][0])
+    seeds = len(found["mujoco"][0])
     return {
         name: (listed[name], each)
         for name, each in found.items()
@@ -246,15 +246,15 @@ def ablation_table(results: Results) -> Iterator[list[str]]:
     from rliable.metrics import aggregate_mean, probability_of_improvement
 
     names = [env_id.partition("-")[0] for env_id in LOCOMOTION]
-    yield ["entry", "seeds", *names, "mean, over the best published", "P, the base is better"]
-    rows, base = [], None
+    yield ["entry", "seeds", *names, "mean, over the best published", "P, the defaults are better"]
+    rows, default = [], None
     for label, found in ablation(results).values():
         over = over_published(found)
-        base = over if base is None else base
+        default = over if default is None else default
         mean, low, high = interval(aggregate_mean, over)
-        better = "{:.2f} [{:.2f}, {:.2f}]".format(*interval(probability_of_improvement, base, over))
+        better = "{:.2f} [{:.2f}, {:.2f}]".format(*interval(probability_of_improvement, default, over))
         cells = [spread(score(x, "training")) for x in found]
-        mark = "" if over is base else better
+        mark = "" if over is default else better
         rows.append((mean, [label, f"{len(over)}", *cells, f"**{mean:.2f}** [{low:.2f}, {high:.2f}]", mark]))
     yield from (row for _, row in sorted(rows, key=lambda pair: -pair[0]))
 
@@ -338,7 +338,7 @@ def tables() -> dict[str, str]:
     """All tables as Markdown, by name."""
     results = load()
     made = {"classic": classic_table(results)}
-    names = "mujoco", "mujoco-unlimited", "mujoco-start", "mujoco-narrow"
+    names = "mujoco", "mujoco-start", "mujoco-narrow", "mujoco-limited"
     made |= {name: mujoco_table(results, name) for name in names}
     made |= {"atari": atari_table(results)}
     made |= {"ablation": ablation_table(results), "search": search_table(results)}

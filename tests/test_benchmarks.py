@@ -238,22 +238,18 @@ def test_returns_over_the_best_published():
 
 
 def test_ablation_table():
-    """Entries run on all tasks with as many seeds as the base, best first, beside the base."""
+    """Entries run on all tasks with as many seeds as the defaults, best first, beside the defaults."""
 
     def found(*shares):
         runs = ({"final": {"training": share * 1000}} for share in shares)
         return list(runs)
 
     results = {}
-    for name, shares in {
-        "mujoco-unlimited": (1, 2),
-        "mujoco-but-tanh": (3, 4),
-        "mujoco-but-relu": (5,),
-    }.items():
+    for name, shares in {"mujoco": (1, 2), "mujoco-but-tanh": (3, 4), "mujoco-but-relu": (5,)}.items():
         for task in report.tasks(experiments.LOCOMOTION):
             results[name, task] = found(*shares)
     _, *rows = report.ablation_table(results)
-    assert [row[0] for row in rows] == ["tanh for ELU", "the base"]
+    assert [row[0] for row in rows] == ["tanh for ELU", "the defaults"]
     assert rows[0][-1].startswith("0.00 ")
     assert rows[1][-1] == ""
     assert rows[1][2] == "1500.0 ± 707.1"

@@ -33,7 +33,6 @@ COPIES = {
 + python ppo_continuous.py --env-id HalfCheetah-v5
 - trains on any Gymnasium environment with `Discrete` actions and observations that flatten to a vector. To use
 + trains on any Gymnasium environment with `Box` actions and observations that flatten to a vector. To use
-+ Dohare 2023       "Overcoming Policy Collapse in Deep Reinforcement Learning", EWRL 16
 - Shapes: T steps a rollout (--num-steps), N environments (--num-envs), D entries an observation, A actions,
 + Shapes: T steps a rollout (--num-steps), N environments (--num-envs), D entries an observation, A an action,
 @ FORMAT
@@ -92,11 +91,6 @@ COPIES = {
 - ADVICE = {kl_watch: 5, kl_act: 5, drift: 10, idle: 20, critic: 20, collapse: 10, mismatch: 1}  # iterations
 + ADVICE = {kl_watch: 5, kl_act: 5, drift: 10, idle: 20, critic: 20}  # iterations
 @ train
-- optimizer = Adam([flatten_parameters(agent)], args.learning_rate, eps=1e-5, fused=args.device != "mps")
-+ # β2 is usually 0.999. With less, the scale of Adam's steps soon follows gradients that grow suddenly, as
-+ # they do when an episode fails after many that did not (Dohare 2023).
-+ settings = {"eps": 1e-5, "betas": (0.9, 0.99), "fused": args.device != "mps"}
-+ optimizer = Adam([flatten_parameters(agent)], args.learning_rate, **settings)
 - rollout, figures = Rollout(args, len(one_hot)), dict[str, float]()
 + rollout, figures = Rollout(args, len(one_hot), agent.num_actions), dict[str, float]()
 + figures |= action_figures(agent, rollout)
