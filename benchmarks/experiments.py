@@ -165,6 +165,7 @@ TANH, RELU, SILU = (activation(function) for function in ("torch.tanh", "F.relu"
 CLIP_3 = (("scaled.clamp(-10, 10))", "scaled.clamp(-3, 3))"),)
 # At first, --target-kl ended an iteration's passes, but took nothing back.
 STAY = (("vector.lerp_(before, 0.5 if halvings < 10 else 1.0)", "limit = math.inf"),)
+FLOOR = (("self.log_std.expand_as(mean)", "self.log_std.clamp(min=-2.3).expand_as(mean)"),)
 BETA_99 = (("args.learning_rate, eps=1e-5,", "args.learning_rate, betas=(0.9, 0.99), eps=1e-5,"),)
 SCREENED = {  # by name: label, flags, changes of the script's text
     "start": ("the start", "", TANH),
@@ -224,6 +225,7 @@ BATCH_NORM = (  # advantages with mean 0 and standard deviation 1 over a whole r
         "        order = rows[torch.randperm(len(rows)).to(device)]\n",
     ),
 )
+LIMITED = "--compile --target-kl 0.1"
 ABLATION = {  # by name: label, flags, changes of the script's text
     "tanh": ("tanh for ELU", "", TANH),
     "relu": ("ReLU for ELU", "", RELU),
@@ -248,7 +250,8 @@ ABLATION = {  # by name: label, flags, changes of the script's text
     "width-256": ("networks of 256-256", "--hidden-size 256", ()),
     "obs-clip-3": ("observations within ±3", "", CLIP_3),
     "per-step": ("normalisers move every step", "", PER_STEP),
-    "target-kl": ("KL limited to 0.1", "--target-kl 0.1", ()),
+    "target-kl": ("KL limited to 0.1", LIMITED, ()),
+    "floor": ("log std not below -2.3", "", FLOOR),
     "beta-0.99": ("Adam's β2 0.99", "", BETA_99),
 }
 A2C = "--update-epochs 1 --num-minibatches 1 --num-steps 8 --no-norm-adv"
@@ -303,7 +306,8 @@ EXPERIMENTS = [
         TANH + STAY,
     ),
     Experiment("mujoco-lambda-0.9", "ppo_continuous.py", LONG, 1, f"{START} --gae-lambda 0.9", TANH),
-    Experiment("mujoco-limited", "ppo_continuous.py", MUJOCO, 1, "--compile --target-kl 0.1", BETA_99),
+    Experiment("mujoco-limited", "ppo_continuous.py", MUJOCO, 1, LIMITED, BETA_99),
+    Experiment("mujoco-floor", "ppo_continuous.py", MUJOCO, 5, LIMITED, BETA_99 + FLOOR),
     # The peer, with the settings that its own authors have tuned, under the same protocol.
     Experiment("sb3-rl-zoo", "sb3", CLASSIC, 3, settings=RL_ZOO),
 ]

@@ -338,7 +338,7 @@ def tables() -> dict[str, str]:
     """All tables as Markdown, by name."""
     results = load()
     made = {"classic": classic_table(results)}
-    names = "mujoco", "mujoco-start", "mujoco-narrow", "mujoco-limited"
+    names = "mujoco", "mujoco-start", "mujoco-narrow", "mujoco-limited", "mujoco-floor"
     made |= {name: mujoco_table(results, name) for name in names}
     made |= {"atari": atari_table(results)}
     made |= {"ablation": ablation_table(results), "search": search_table(results)}
