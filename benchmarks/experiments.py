@@ -250,7 +250,7 @@ ABLATION = {  # by name: label, flags, changes of the script's text
     "width-256": ("networks of 256-256", "--hidden-size 256", ()),
     "obs-clip-3": ("observations within ±3", "", CLIP_3),
     "per-step": ("normalisers move every step", "", PER_STEP),
-    "target-kl": ("KL limited to 0.1", LIMITED, ()),
+    "target-kl": ("KL limited to 0.1", "--target-kl 0.1", ()),
     "floor": ("log std not below -2.3", "", FLOOR),
     "beta-0.99": ("Adam's β2 0.99", "", BETA_99),
 }
