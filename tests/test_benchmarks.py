@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import ale_py
@@ -201,6 +202,20 @@ def test_changes_of_a_script(tmp_path):
     broken = replace(changed["mujoco-relu"], changes=(("no such text", ""),))
     with pytest.raises(SystemExit, match="must have once"):
         runner.load_script(broken, tmp_path)
+
+
+def test_stored_results_have_the_settings_of_today():
+    """What an experiment's flags and the script's defaults say now is what its stored runs were made with."""
+    names = set()
+    for run in experiments.runs():
+        if run.experiment.script == "sb3" or run.experiment.name in names or not run.path.exists():
+            continue
+        names.add(run.experiment.name)
+        script = importlib.import_module(run.experiment.script.removesuffix(".py"))
+        now = asdict(script.tyro.cli(script.Args, args=run.flags))
+        stored = json.loads(run.path.read_text())["args"]
+        assert stored == {name: now[name] for name in stored}, run.name
+    assert {"ppo", "mujoco", "atari-pong"} < names
 
 
 def test_what_another_version_began_is_done_anew(tmp_path, monkeypatch):
