@@ -19,9 +19,9 @@ it and in `make_env` put `MyEnv()` in the place of `gym.make(...)`.
 Reading order: `Agent` (the networks), the equations (`compute_gae`, `ppo_loss`), `collect_rollout`, `update`,
 and `train`, which is Algorithm 1 of the PPO paper. Where an equation or a detail comes from:
 
-  Schulman 2015     "Trust Region Policy Optimization", arXiv:1502.05477
   PPO paper         Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   GAE paper         Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE", arXiv:1506.02438
+  Schulman 2015     "Trust Region Policy Optimization", arXiv:1502.05477
   Pardo 2018        "Time Limits in Reinforcement Learning", arXiv:1712.00378
   Engstrom 2020     "Implementation Matters in Deep Policy Gradients", arXiv:2005.12729
   Andrychowicz 2021 "What Matters In On-Policy Reinforcement Learning?", arXiv:2006.05990
@@ -137,7 +137,7 @@ class Args:
     desired_kl: float = 0.01
     """Set point of --adapt, in nats."""
     target_kl: float | None = None
-    """End an iteration's passes, and go back, when the KL from the old policy exceeds this."""
+    """When an iteration's KL from the old policy exceeds this, end its passes and go back to within it."""
     ent_coef: float = 0.0
     """Weight of the entropy bonus."""
     anneal_ent_coef: bool = False

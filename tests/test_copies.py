@@ -141,7 +141,7 @@ COPIES = {
 - """Environment transitions to learn from."""
 + """Environment transitions to learn from, of 4 frames each."""
 @ Args.target_kl
-- """End an iteration's passes, and go back, when the KL from the old policy exceeds this."""
+- """When an iteration's KL from the old policy exceeds this, end its passes and go back to within it."""
 + """End an iteration's passes when the KL from the old policy exceeds this; it adapts nothing."""
 @ Args.device
 - """Where the networks live. auto: CUDA from --hidden-size 512; small networks are faster on the CPU."""
