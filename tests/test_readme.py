@@ -50,7 +50,7 @@ def test_every_command_of_the_scripts_is_understood(line):
 def test_every_variant_is_accepted(script):
     """The flags in the table of variants parse and are accepted together."""
     variants = re.findall(r"^\| [^|`]+ \| `(--[^`]+)` \|$", README, re.MULTILINE)
-    assert len(variants) == 7
+    assert len(variants) == 8
     for flags in variants:
         script.check_args(tyro.cli(script.Args, args=shlex.split(flags)))
 
