@@ -111,7 +111,7 @@ class Args:
     num_steps: int = 128
     """T: steps of each environment in a rollout."""
     learning_rate: float = 2.5e-4
-    """Adam's step size."""
+    """Adam's step size; with --adapt learning-rate, the most that it may be."""
     anneal_lr: bool = True
     """Let the learning rate fall linearly to 0."""
     gamma: float = 0.99
@@ -548,12 +548,12 @@ ADAPTED: dict[str, tuple] = {  # --adapt: the coefficient, its factor where the 
 def adjust_coefficients(state: State, args: Args, figures: Figures) -> None:
     """Set the next iteration's coefficients, by the share of training left and the last `figures`, if any."""
     left = 1 - state.global_step / args.total_timesteps
-    if args.adapt != "learning-rate":
-        state.learning_rate = args.learning_rate * (left if args.anneal_lr else 1)
+    most = args.learning_rate * (left if args.anneal_lr else 1)
     if args.adapt != "none" and figures:
         name, factor, bounds = ADAPTED[args.adapt]
         band = args.desired_kl / 1.5, args.desired_kl * 1.5  # PPO paper, §4
         setattr(state, name, adapt(getattr(state, name), factor, bounds, figures["losses/kl"], *band))
+    state.learning_rate = min(state.learning_rate, most) if args.adapt == "learning-rate" else most
     if args.target_entropy is None:
         state.ent_coef = args.ent_coef * (left if args.anneal_ent_coef else 1)
     elif figures:  # more bonus, more entropy; the coefficient never falls to 0, from which it could not rise

@@ -23,8 +23,10 @@ and `train`, which is Algorithm 1 of the PPO paper. Where an equation or a detai
   GAE paper         Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE", arXiv:1506.02438
   Schulman 2015     "Trust Region Policy Optimization", arXiv:1502.05477
   Pardo 2018        "Time Limits in Reinforcement Learning", arXiv:1712.00378
+  Burda 2018        "Exploration by Random Network Distillation", arXiv:1810.12894, §2.4
   Engstrom 2020     "Implementation Matters in Deep Policy Gradients", arXiv:2005.12729
   Andrychowicz 2021 "What Matters In On-Policy Reinforcement Learning?", arXiv:2006.05990
+  Dohare 2023       "Overcoming Policy Collapse in Deep Reinforcement Learning", EWRL 16
   Huang 2022        "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog Track
 
 Shapes: T steps a rollout (--num-steps), N environments (--num-envs), D entries an observation, A an action,
@@ -102,6 +104,8 @@ class Args:
     """N: environments that step in parallel."""
     async_envs: bool = False
     """One worker process for each environment: pays where a step takes long."""
+    stagger: bool = True
+    """Cut one early episode of each environment, so that time limits do not end all at the same step."""
 
     # Algorithm
     total_timesteps: int = 1_000_000
@@ -109,7 +113,7 @@ class Args:
     num_steps: int = 256
     """T: steps of each environment in a rollout."""
     learning_rate: float = 3e-4
-    """Adam's step size."""
+    """Adam's step size; with --adapt learning-rate, the most that it may be."""
     anneal_lr: bool = True
     """Let the learning rate fall linearly to 0."""
     gamma: float = 0.99
@@ -132,9 +136,9 @@ class Args:
     """Clip the change of the value to ±ε, too (Engstrom 2020, §3)."""
     kl_coef: float = 1.0
     """β: weight of the KL penalty."""
-    adapt: Literal["none", "kl-coef", "clip-coef", "learning-rate"] = "none"
+    adapt: Literal["none", "kl-coef", "clip-coef", "learning-rate"] = "learning-rate"
     """After each iteration, adapt this coefficient so that the KL of an iteration stays near --desired-kl."""
-    desired_kl: float = 0.01
+    desired_kl: float = 0.03
     """Set point of --adapt, in nats."""
     target_kl: float | None = None
     """When an iteration's KL from the old policy exceeds this, end its passes and go back to within it."""
@@ -156,6 +160,8 @@ class Args:
     """Divide rewards by the running standard deviation of the discounted return (Engstrom 2020, §3)."""
     init_log_std: float = -0.7
     """Logarithm of the policy's standard deviation at first, where 0 is half of an action's range."""
+    min_log_std: float = -2.3
+    """The least that it may become: a policy much narrower learns rare states no more."""
     hidden_size: int = 64
     """Width of the two hidden layers of the actor, and of the critic."""
 
@@ -181,6 +187,7 @@ BOUNDS = {  # settings outside these are nonsense
     "ent_coef vf_coef kl_coef entropy_tolerance": (0, 1e6),
     "target_entropy": (-1e6, 1e6),
     "init_log_std": (-5, 3),
+    "min_log_std": (-20, 3),
     "seed": (0, 2**32 - 1),
 }
 
@@ -213,6 +220,8 @@ def check_args(args: Args) -> None:
     refuse(args.adapt == "clip-coef" and not clip, "--adapt clip-coef needs --surrogate clip")
     refuse(args.adapt == "kl-coef" and clip, "--adapt kl-coef needs --surrogate kl-penalty")
     refuse(args.target_entropy is not None and not args.ent_coef, "--target-entropy needs --ent-coef above 0")
+    narrow = f"--min-log-std is {args.min_log_std}, above --init-log-std, which is {args.init_log_std}"
+    refuse(args.min_log_std > args.init_log_std, narrow)
     refuse(not have.get(args.device, True), f"--device {args.device} is not available here; use --device cpu")
     refuse(args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy")
     refuse(args.track and not find_spec("wandb"), "--track needs: pip install wandb")
@@ -275,6 +284,20 @@ def attempt(call: Callable, *args: Any, **kwargs: Any) -> Any:
         raise TrainingFailed(str(error) or f"an environment's process failed: {error!r}") from error
 
 
+class CutOnce(gym.Wrapper):
+    """Cuts the episode that the environment is in after so many steps, as a time limit would; no other."""
+
+    def __init__(self, env: gym.Env, steps: int):
+        super().__init__(env)
+        self.left = steps
+
+    def step(self, action: Any) -> tuple:
+        """As the environment's, but for the one step that truncates."""
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self.left -= 1
+        return obs, reward, terminated, truncated or self.left == 0, info
+
+
 def make_env(args: Args, index: int = 0, video: Path | None = None) -> gym.Wrapper:
     """One environment with flat observations; with a folder `video`, its first episode is recorded there."""
     if multiprocessing.parent_process():  # a worker: Ctrl-C is for the process that trains
@@ -282,6 +305,8 @@ def make_env(args: Args, index: int = 0, video: Path | None = None) -> gym.Wrapp
     kwargs: dict[str, Any] = {"render_mode": "rgb_array"} if args.capture_video else {}
     env = gym.make(args.env_id, **kwargs)
     check_spaces(env.observation_space, env.action_space)
+    if args.stagger and (limit := env.spec and env.spec.max_episode_steps):
+        env = CutOnce(env, index * limit // args.num_envs)
     if video:
         env = gym.wrappers.RecordVideo(env, str(video / f"episode-{index}"), lambda n: n == 0)
     return guard(gym.wrappers.FlattenObservation(env), index)
@@ -553,12 +578,12 @@ ADAPTED: dict[str, tuple] = {  # --adapt: the coefficient, its factor where the 
 def adjust_coefficients(state: State, args: Args, figures: Figures) -> None:
     """Set the next iteration's coefficients, by the share of training left and the last `figures`, if any."""
     left = 1 - state.global_step / args.total_timesteps
-    if args.adapt != "learning-rate":
-        state.learning_rate = args.learning_rate * (left if args.anneal_lr else 1)
+    most = args.learning_rate * (left if args.anneal_lr else 1)
     if args.adapt != "none" and figures:
         name, factor, bounds = ADAPTED[args.adapt]
         band = args.desired_kl / 1.5, args.desired_kl * 1.5  # PPO paper, §4
         setattr(state, name, adapt(getattr(state, name), factor, bounds, figures["losses/kl"], *band))
+    state.learning_rate = min(state.learning_rate, most) if args.adapt == "learning-rate" else most
     if args.target_entropy is None:
         state.ent_coef = args.ent_coef * (left if args.anneal_ent_coef else 1)
     elif figures:  # more bonus, more entropy; the coefficient never falls to 0, from which it could not rise
@@ -671,6 +696,7 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
         for minibatch in map(Batch, *(x[order].tensor_split(parts) for x in batch)):
             vector.grad, norm, now = step(agent, minibatch, state, args)
             optimizer.step()
+            agent.log_std.data.clamp_(min=args.min_log_std)
             figures.append(now)
             norms.append(norm)
         if epoch + 1 == args.update_epochs or args.target_kl is not None:
@@ -778,7 +804,7 @@ def plan(args: Args) -> list[str]:
         f"{args.env_id}: {args.total_timesteps:,} steps with seed {args.seed} on {pick_device(args)}",
         f"rollout    {args.num_envs} environments x {args.num_steps} steps = {rows:,} rows, x {rollouts:,}",
         f"update     {args.update_epochs} epochs x {args.num_minibatches} minibatches of {part:,} rows = "
-        f"{steps} gradient steps, {steps * rollouts:,} in all",
+        f"{steps} gradient steps, {steps * (rollouts - args.norm_obs):,} in all",
         f"schedules  {schedules}",
         f"objective  {objective}",
         *(f"advice     after {held:>2} iterations of {advice.__doc__}" for advice, held in ADVICE.items()),
@@ -810,7 +836,7 @@ def evaluate(agent: Agent, args: Args, mode: str, folder: Path) -> dict[str, np.
     samples. Returns are undiscounted.
     """
     n, video = args.eval_episodes, folder / "videos" if args.capture_video and mode == "greedy" else None
-    envs, _ = make_envs(replace(args, async_envs=False), n, video)
+    envs, _ = make_envs(replace(args, async_envs=False, stagger=False), n, video)
     obs, _ = attempt(envs.reset, seed=seed_everything(args.seed) + 2**31)  # not the seed of the training
     returns, lengths, running = np.zeros(n), np.zeros(n, dtype=int), np.ones(n, dtype=bool)
     while (playing := running & (lengths < args.eval_max_steps)).any():
@@ -929,7 +955,10 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
     env_seed = seed_everything(args.seed)
     envs, one_hot = make_envs(args, args.num_envs)
     agent = Agent(args, one_hot, envs.single_action_space).to(pick_device(args))
-    optimizer = Adam([flatten_parameters(agent)], args.learning_rate, eps=1e-5, fused=args.device != "mps")
+    # β2 is usually 0.999. With less, the scale of Adam's steps soon follows gradients that grow suddenly, as
+    # they do when an episode fails after many that did not (Dohare 2023).
+    vector, betas = flatten_parameters(agent), (0.9, 0.99)
+    optimizer = Adam([vector], args.learning_rate, betas, eps=1e-5, fused=args.device != "mps")
     state = State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
     if checkpoint := args.resume or args.evaluate:
         before, state = load_checkpoint(checkpoint, agent, optimizer)
@@ -963,6 +992,12 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
         save_checkpoint(path, *learner)
         rollout.obs[-1] = torch.as_tensor(attempt(envs.reset, seed=env_seed + state.global_step)[0])
         first_step, start, saved, shown = state.global_step, time.monotonic(), time.monotonic(), 0.0
+        if state.global_step == 0 and args.norm_obs:
+            # A rollout only for the normalisers, or the first update would see raw observations (Burda 2018).
+            collect_rollout(envs, agent, rollout)
+            scale_rewards(agent, rollout, args.gamma)
+            agent.obs_moments.update(rollout.obs[:-1][rollout.valid].to(agent.one_hot.device))
+            state.global_step = int(rollout.valid.sum())
         while state.global_step < args.total_timesteps and not caught:  # PPO paper, Algorithm 1
             adjust_coefficients(state, args, figures)
             collect_rollout(envs, agent, rollout)

@@ -106,13 +106,17 @@ MUJOCO = {f"{name}-v5": 1_000_000 for name in ("HalfCheetah", "Hopper", "Walker2
 MUJOCO |= {f"{name}-v5": 1_000_000 for name in ("Swimmer", "Reacher", "InvertedPendulum")}
 MUJOCO |= {f"{name}-v5": 1_000_000 for name in ("InvertedDoublePendulum", "Pusher")}
 MUJOCO["Pendulum-v1"] = 100_000
-# The search for ppo_continuous.py's defaults, from where it began. Its seeds, and those of the ablation, are
-# not those of the table, so that the table is a test of what was chosen here.
+# The search for ppo_continuous.py's defaults, from where it began, with what the script had then. Its seeds,
+# and those of the ablation, are not those of the table, so that the table is a test of what was chosen here.
 LOCOMOTION = {"HalfCheetah-v5": 300_000, "Hopper-v5": 300_000, "Walker2d-v5": 300_000}
+EARLIER = "--adapt none --desired-kl 0.01 --no-stagger --min-log-std -20"
+BETA_999 = (("flatten_parameters(agent), (0.9, 0.99)", "flatten_parameters(agent), (0.9, 0.999)"),)
+NO_WARM_UP = (("if state.global_step == 0 and args.norm_obs:", "if False:"),)
+EARLIER_TEXT = BETA_999 + NO_WARM_UP
 START = (
     "--compile --num-envs 8 --num-steps 256 --num-minibatches 32 --update-epochs 10 --learning-rate 3e-4 "
     "--anneal-lr --gamma 0.99 --gae-lambda 0.95 --no-norm-adv --recompute-advantages --no-clip-vloss "
-    "--vf-coef 0.25 --init-log-std -0.5 --hidden-size 64 --target-kl None"
+    "--vf-coef 0.25 --init-log-std -0.5 --hidden-size 64 --target-kl None " + EARLIER
 )
 # Statistics that move every step, as Gymnasium's wrappers have them: a row is stored normalised with those of
 # its time, where the script stores raw rows, and moves the statistics between iterations.
@@ -165,8 +169,6 @@ TANH, RELU, SILU = (activation(function) for function in ("torch.tanh", "F.relu"
 CLIP_3 = (("scaled.clamp(-10, 10))", "scaled.clamp(-3, 3))"),)
 # At first, --target-kl ended an iteration's passes, but took nothing back.
 STAY = (("vector.lerp_(before, 0.5 if halvings < 10 else 1.0)", "limit = math.inf"),)
-FLOOR = (("self.log_std.expand_as(mean)", "self.log_std.clamp(min=-2.3).expand_as(mean)"),)
-BETA_99 = (("args.learning_rate, eps=1e-5,", "args.learning_rate, betas=(0.9, 0.99), eps=1e-5,"),)
 SCREENED = {  # by name: label, flags, changes of the script's text
     "start": ("the start", "", TANH),
     "per-step": ("normalisers move every step", "", (*TANH, *PER_STEP)),
@@ -190,6 +192,9 @@ SCREENED = {  # by name: label, flags, changes of the script's text
     "relu-lambda-0.9": ("ReLU, λ = 0.9", "--gae-lambda 0.9", RELU),
     "silu": ("SiLU", "", SILU),
     "elu": ("ELU", "", ()),
+    "tanh-std-0.5": ("initial log std -0.7", "--init-log-std -0.7", TANH),
+    "relu-std-0.5": ("ReLU, initial log std -0.7", "--init-log-std -0.7", RELU),
+    "silu-std-0.5": ("SiLU, initial log std -0.7", "--init-log-std -0.7", SILU),
     "elu-std-0.5": ("ELU, initial log std -0.7", "--init-log-std -0.7", ()),
     "elu-std-0.37": ("ELU, initial log std -1", "--init-log-std -1", ()),
     "elu-obs-clip-3": ("ELU, observations within ±3", "", CLIP_3),
@@ -215,6 +220,7 @@ SEARCH = (  # tasks, how many seeds, entries
     (SWIMMER, 1, "elu elu-std-0.37"),
     (DOUBLE, 1, "elu"),
     (PENDULUM, 1, "elu elu-std-0.5 elu-std-0.37"),
+    (LOCOMOTION, 2, "elu elu-std-0.5 tanh-std-0.5 relu-std-0.5 silu-std-0.5"),
 )
 # The ablation of what came of it: one detail changed at a time.
 BATCH_NORM = (  # advantages with mean 0 and standard deviation 1 over a whole rollout
@@ -225,7 +231,8 @@ BATCH_NORM = (  # advantages with mean 0 and standard deviation 1 over a whole r
         "        order = rows[torch.randperm(len(rows)).to(device)]\n",
     ),
 )
-LIMITED = "--compile --target-kl 0.1"
+FLOOR = (("self.log_std.expand_as(mean)", "self.log_std.clamp(min=-2.3).expand_as(mean)"),)
+LIMITED = f"--compile --target-kl 0.1 {EARLIER}"
 ABLATION = {  # by name: label, flags, changes of the script's text
     "tanh": ("tanh for ELU", "", TANH),
     "relu": ("ReLU for ELU", "", RELU),
@@ -249,10 +256,24 @@ ABLATION = {  # by name: label, flags, changes of the script's text
     "no-anneal-lr": ("no learning-rate decay", "--no-anneal-lr", ()),
     "width-256": ("networks of 256-256", "--hidden-size 256", ()),
     "obs-clip-3": ("observations within ±3", "", CLIP_3),
-    "per-step": ("normalisers move every step", "", PER_STEP),
+    "per-step": ("normalisers move every step", "", PER_STEP + NO_WARM_UP),
+    "no-warm-up": ("no first rollout for the normalisers", "", NO_WARM_UP),
+    "fixed-lr": ("learning rate not adapted to the KL", "--adapt none", ()),
+    "desired-kl-0.015": ("KL kept near 0.015", "--desired-kl 0.015", ()),
+    "desired-kl-0.06": ("KL kept near 0.06", "--desired-kl 0.06", ()),
     "target-kl": ("KL limited to 0.1", "--target-kl 0.1", ()),
-    "floor": ("log std not below -2.3", "", FLOOR),
-    "beta-0.99": ("Adam's β2 0.99", "", BETA_99),
+    "no-stagger": ("time limits in unison", "--no-stagger", ()),
+    "no-floor": ("log std without a limit", "--min-log-std -20", ()),
+    "floor-0.2": ("log std not below -1.6", "--min-log-std -1.6", ()),
+    "beta-0.999": ("Adam's β2 0.999", "", BETA_999),
+}
+CANDIDATES = {  # for continuous control's defaults, by name of the experiment
+    "mujoco-start": "the start",
+    "mujoco-narrow": "initial log std -1, passes end at a KL of 0.05",
+    "mujoco-elu-std-0.5": "ELU, initial log std -0.7",
+    "mujoco-limited": "the same, β2 0.99, KL limited to 0.1",
+    "mujoco-floor": "the same, log std not below -2.3",
+    "mujoco": "today's defaults",
 }
 A2C = "--update-epochs 1 --num-minibatches 1 --num-steps 8 --no-norm-adv"
 
@@ -290,24 +311,37 @@ EXPERIMENTS = [
         for name, (_, flags, changes) in ABLATION.items()
     ),
     *(
-        Experiment(f"mujoco-{name}", "ppo_continuous.py", tasks, seeds, f"{START} {flags}", changes, 11)
+        Experiment(
+            f"mujoco-{name}",
+            "ppo_continuous.py",
+            tasks,
+            seeds,
+            f"{START} {flags}",
+            changes + EARLIER_TEXT,
+            11,
+        )
         for tasks, seeds, names in SEARCH
         for name, (_, flags, changes) in SCREENED.items()
         if name in names.split()
     ),
-    # Candidates for the defaults, with the table's first seed.
-    Experiment("mujoco-start", "ppo_continuous.py", MUJOCO, 1, START, TANH),
+    # Candidates for the defaults, with the table's seeds.
+    Experiment("mujoco-start", "ppo_continuous.py", MUJOCO, 1, START, TANH + EARLIER_TEXT),
     Experiment(
         "mujoco-narrow",
         "ppo_continuous.py",
         MUJOCO,
         1,
         f"{START} --init-log-std -1 --target-kl 0.05",
-        TANH + STAY,
+        TANH + STAY + EARLIER_TEXT,
     ),
-    Experiment("mujoco-lambda-0.9", "ppo_continuous.py", LONG, 1, f"{START} --gae-lambda 0.9", TANH),
-    Experiment("mujoco-limited", "ppo_continuous.py", MUJOCO, 1, LIMITED, BETA_99),
-    Experiment("mujoco-floor", "ppo_continuous.py", MUJOCO, 5, LIMITED, BETA_99 + FLOOR),
+    Experiment(
+        "mujoco-lambda-0.9", "ppo_continuous.py", LONG, 1, f"{START} --gae-lambda 0.9", TANH + EARLIER_TEXT
+    ),
+    Experiment(
+        "mujoco-elu-std-0.5", "ppo_continuous.py", MUJOCO, 5, f"{START} --init-log-std -0.7", EARLIER_TEXT
+    ),
+    Experiment("mujoco-limited", "ppo_continuous.py", MUJOCO, 1, LIMITED, NO_WARM_UP),
+    Experiment("mujoco-floor", "ppo_continuous.py", MUJOCO, 1, LIMITED, FLOOR + NO_WARM_UP),
     # The peer, with the settings that its own authors have tuned, under the same protocol.
     Experiment("sb3-rl-zoo", "sb3", CLASSIC, 3, settings=RL_ZOO),
 ]

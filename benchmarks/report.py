@@ -23,6 +23,7 @@ import numpy as np
 from experiments import (
     ABLATION,
     ATARI,
+    CANDIDATES,
     CLASSIC,
     HERE,
     LOCOMOTION,
@@ -172,7 +173,7 @@ def normalized(scores: np.ndarray, env_id: str) -> np.ndarray:
     return scores / best if best > 0 else best / scores
 
 
-def mujoco_table(results: Results, name: str) -> Iterator[list[str]]:
+def mujoco_table(results: Results) -> Iterator[list[str]]:
     """Continuous control: ours beside the best published, and as a multiple of it."""
     yield [
         *("environment", "steps", "seeds", "last 100 training episodes", "greedy", "greedy, IQM"),
@@ -180,9 +181,7 @@ def mujoco_table(results: Results, name: str) -> Iterator[list[str]]:
     ]
     ratios = []
     for env_id, steps in tasks(MUJOCO):
-        ours = results.get((name, (env_id, steps)))
-        if not ours:
-            continue
+        ours = results["mujoco", (env_id, steps)]
         greedy, (mean, std, who) = score(ours, "greedy"), BEST[env_id]
         ratio = normalized(greedy, env_id)
         ratios.append(ratio.mean())
@@ -197,6 +196,21 @@ def mujoco_table(results: Results, name: str) -> Iterator[list[str]]:
             f"{ratio.mean():.2f}",
         ]
     yield ["mean", "", "", "", "", "", "", f"**{np.mean(ratios):.2f}**"]
+
+
+def candidates_table(results: Results) -> Iterator[list[str]]:
+    """What was or may become continuous control's defaults: greedy returns, and over the best published."""
+    yield ["environment", *CANDIDATES.values()]
+    ratios: dict[str, list[float]] = {name: [] for name in CANDIDATES}
+    for task in tasks(MUJOCO):
+        cells = []
+        for name in CANDIDATES:
+            greedy = score(results.get((name, task), []), "greedy")
+            cells.append(f"{spread(greedy)} ({len(greedy)})" if len(greedy) else "")
+            ratios[name] += [normalized(greedy, task[0]).mean()] if len(greedy) else []
+        yield [f"{task[0]}, {short(task[1])}", *cells]
+    means = (f"**{np.mean(x):.2f}**" if len(x) == len(MUJOCO) else "" for x in ratios.values())
+    yield ["mean, over the best published", *means]
 
 
 def atari_table(results: Results) -> Iterator[list[str]]:
@@ -338,10 +352,9 @@ def tables() -> dict[str, str]:
     """All tables as Markdown, by name."""
     results = load()
     made = {"classic": classic_table(results)}
-    names = "mujoco", "mujoco-start", "mujoco-narrow", "mujoco-limited", "mujoco-floor"
-    made |= {name: mujoco_table(results, name) for name in names}
-    made |= {"atari": atari_table(results)}
+    made |= {"mujoco": mujoco_table(results), "atari": atari_table(results)}
     made |= {"ablation": ablation_table(results), "search": search_table(results)}
+    made |= {"candidates": candidates_table(results)}
     made |= {name: study_table(study, results) for name, study in STUDIES.items() if name != "classic"}
     speed = json.loads((RESULTS / "throughput.json").read_text())
     made["speed-classic"] = speed_table(speed, ("CartPole-v1",))

@@ -51,7 +51,8 @@ make_rollout, learn = of_ppo.make_rollout, of_ppo.learn
 
 
 def make_args(**changes):
-    return of_ppo.make_args(**{"init_log_std": -0.5, "device": "cpu"} | changes)
+    plain = {"init_log_std": -0.5, "min_log_std": -20, "stagger": False, "device": "cpu"}
+    return of_ppo.make_args(**plain | changes)
 
 
 def make_agent(args, space=None, seed=0, size=D):
@@ -228,6 +229,33 @@ def test_log_std_is_a_parameter_that_is_learnt():
     assert ((agent.log_std - before).abs() > 1e-3).all()
     log_std = agent.policy(torch.randn(9, D))[:, A:]
     assert torch.equal(log_std, agent.log_std.expand(9, A))
+
+
+def test_min_log_std_is_a_floor():
+    """No step leaves a log standard deviation below it; what is above is left alone, and can rise from it."""
+    free = make_args(update_epochs=1, num_minibatches=1)
+    agent = make_agent(free)
+    rollout, before = make_rollout(free, agent), agent.log_std.detach().clone()
+    learn(agent, rollout, free)
+    reached, vector = agent.log_std.detach().clone(), weights(agent)
+    assert (reached != before).all()
+    low, between = reached.min().item(), reached.mean().item()
+    for least, expected in ((-20, reached), (low, reached), (between, reached.clamp(min=between))):
+        agent, args = make_agent(free), make_args(update_epochs=1, num_minibatches=1, min_log_std=least)
+        learn(agent, make_rollout(args, agent), args)
+        assert torch.equal(agent.log_std, expected)
+        others = weights(agent) != vector
+        assert others.sum() == (expected != reached).sum()
+    for ent_coef, rises in ((0.0, False), (100.0, True)):  # from the floor, where the first step starts
+        agent = make_agent(free)
+        with torch.no_grad():
+            agent.log_std.fill_(-1.0)
+        args = make_args(min_log_std=-1.0, ent_coef=ent_coef, vf_coef=0.0)
+        rollout = make_rollout(args, agent)
+        rollout.actions = agent.act(rollout.obs[:-1])[0].detach()  # all at the mean: σ falls, but for a bonus
+        rollout.rewards.abs_()
+        learn(agent, rollout, args)
+        assert (agent.log_std > -1).all() if rises else (agent.log_std >= -1).all()
 
 
 BOXES = {  # low, high, policy's actions, environment's actions
@@ -769,6 +797,33 @@ def train(env_id, iterations, **changes):
     return agent, figures | ppo.action_figures(agent, rollout)
 
 
+def truncations(env_id, **changes):
+    """The steps, counted from 1, of 30 in which each of 4 environments is truncated, and not terminated."""
+    args = make_args(env_id=env_id, **changes)
+    envs, _ = ppo.make_envs(args, 4)
+    envs.reset(seed=KEY)
+    ends = [envs.step(np.zeros(envs.action_space.shape, np.float32))[2:4] for _ in range(30)]
+    envs.close()
+    return [[t for t, end in enumerate(ends, 1) if end[1][n] and not end[0][n]] for n in range(4)]
+
+
+def test_stagger_cuts_one_episode_of_each_environment():
+    """With a limit of 7 steps, three of 4 are first cut after 1, 3 and 5 steps; all then by the limit."""
+    together, apart = [[7, 15, 23]] * 4, [[7, 15, 23], [1, 9, 17, 25], [3, 11, 19, 27], [5, 13, 21, 29]]
+    assert truncations("Wave-v0") == together
+    assert truncations("Wave-v0", stagger=True, async_envs=True) == apart
+    assert truncations("Wave-v0", stagger=True) == apart
+    for env_id in ("ScriptedBox-v0", "Target-v0"):  # without a limit
+        assert truncations(env_id, stagger=True) == truncations(env_id)
+
+
+def test_evaluation_is_not_staggered(tmp_path):
+    """Each environment plays its first episode to the end."""
+    args = make_args(env_id="Wave-v0", num_envs=4, eval_episodes=4, stagger=True)
+    played = ppo.evaluate(make_agent(args), args, "greedy", tmp_path)
+    assert played["lengths"].tolist() == [7] * 4
+
+
 def test_time_limit_does_not_end_the_future():
     """A reward of 1 a step, cut off after 5 steps, is worth 1 / (1 - 0.9) = 10, not 1 + 0.9 + ... = 4.1."""
     agent, _ = train("Constant-v0", 60, gamma=0.9, gae_lambda=0.95)
@@ -1011,6 +1066,12 @@ def test_other_spaces_are_refused(main, tmp_path):
 def test_init_log_std_has_bounds(main, value):
     """A standard deviation that is nonsense is refused."""
     assert_refused(main("--init-log-std", value), "--init-log-std", "[-5, 3]")
+
+
+def test_min_log_std_has_bounds(main):
+    """It may be so small that it never tells, but not above the standard deviation at first."""
+    assert_refused(main("--min-log-std", -21), "--min-log-std", "[-20, 3]")
+    assert_refused(main("--min-log-std", -0.6), "--min-log-std", "--init-log-std", "-0.6", "-0.7")
 
 
 def test_checkpoint_of_the_other_script_is_refused(short, main, tmp_path):

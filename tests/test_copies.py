@@ -19,10 +19,11 @@ ORIGINAL = "ppo.py"
 # own, and those that are the same but for some lines of ppo.py (-) and of the copy (+).
 COPIES = {
     "ppo_continuous.py": {
-        "added": "Args.init_log_std, LOG_2PI, action_figures, narrow, wide, outside, ADVICE|=",
+        "added": "Args.stagger, Args.init_log_std, Args.min_log_std, LOG_2PI, CutOnce, CutOnce.__init__, "
+        "CutOnce.step, action_figures, narrow, wide, outside, ADVICE|=",
         "missing": "collapse",
-        "own": "check_spaces, Agent.policy, Agent.noise, Agent.act, Agent.env_actions, log_prob, entropy, "
-        "kl_divergence",
+        "own": "check_spaces, Agent.policy, Agent.noise, Agent.act, Agent.env_actions, log_prob, "
+        "entropy, kl_divergence",
         "lines": '''
 @ head
 - #     "gymnasium[classic-control,toy-text]>=1.1",
@@ -33,6 +34,7 @@ COPIES = {
 + python ppo_continuous.py --env-id HalfCheetah-v5
 - trains on any Gymnasium environment with `Discrete` actions and observations that flatten to a vector. To use
 + trains on any Gymnasium environment with `Box` actions and observations that flatten to a vector. To use
++ Dohare 2023       "Overcoming Policy Collapse in Deep Reinforcement Learning", EWRL 16
 - Shapes: T steps a rollout (--num-steps), N environments (--num-envs), D entries an observation, A actions,
 + Shapes: T steps a rollout (--num-steps), N environments (--num-envs), D entries an observation, A an action,
 @ FORMAT
@@ -46,6 +48,13 @@ COPIES = {
 + "ent_coef vf_coef kl_coef entropy_tolerance": (0, 1e6),
 + "target_entropy": (-1e6, 1e6),
 + "init_log_std": (-5, 3),
++ "min_log_std": (-20, 3),
+@ check_args
++ narrow = f"--min-log-std is {args.min_log_std}, above --init-log-std, which is {args.init_log_std}"
++ refuse(args.min_log_std > args.init_log_std, narrow)
+@ make_env
++ if args.stagger and (limit := env.spec and env.spec.max_episode_steps):
++ env = CutOnce(env, index * limit // args.num_envs)
 @ MLP
 - """Two tanh layers and a linear one: orthogonal weights of gain √2, last `gain`; biases 0 (Huang 2022)."""
 + """Two ELU layers and a linear one: orthogonal weights of gain √2, last `gain`; biases 0 (Huang 2022)."""
@@ -87,10 +96,20 @@ COPIES = {
 + self.actions, self.rewards = torch.zeros(*steps, action_size), torch.zeros(steps)
 - self.acting_policy = torch.zeros(0)  # [N, A], of the last step, for `update` to compare
 + self.acting_policy = torch.zeros(0)  # [N, 2A], of the last step, for `update` to compare
+@ update
++ agent.log_std.data.clamp_(min=args.min_log_std)
 @ ADVICE
 - ADVICE = {kl_watch: 5, kl_act: 5, drift: 10, idle: 20, critic: 20, collapse: 10, mismatch: 1}  # iterations
 + ADVICE = {kl_watch: 5, kl_act: 5, drift: 10, idle: 20, critic: 20}  # iterations
+@ evaluate
+- envs, _ = make_envs(replace(args, async_envs=False), n, video)
++ envs, _ = make_envs(replace(args, async_envs=False, stagger=False), n, video)
 @ train
+- optimizer = Adam([flatten_parameters(agent)], args.learning_rate, eps=1e-5, fused=args.device != "mps")
++ # β2 is usually 0.999. With less, the scale of Adam's steps soon follows gradients that grow suddenly, as
++ # they do when an episode fails after many that did not (Dohare 2023).
++ vector, betas = flatten_parameters(agent), (0.9, 0.99)
++ optimizer = Adam([vector], args.learning_rate, betas, eps=1e-5, fused=args.device != "mps")
 - rollout, figures = Rollout(args, len(one_hot)), dict[str, float]()
 + rollout, figures = Rollout(args, len(one_hot), agent.num_actions), dict[str, float]()
 + figures |= action_figures(agent, rollout)

@@ -840,13 +840,15 @@ def test_adapt_at_the_edges_of_the_band():
 def test_adapt_choices(adapt, name, when_high, bounds):
     """Each choice moves its coefficient against the KL, 1.5 times off the set point, within its bounds."""
     surrogate = "kl-penalty" if adapt == "kl-coef" else "clip"
-    args = make_args(adapt=adapt, desired_kl=0.02, anneal_lr=False, surrogate=surrogate, ent_coef=0.0)
-    start = getattr(args, name)
+    changes = {"anneal_lr": False, "learning_rate": 1e-2, "surrogate": surrogate, "ent_coef": 0.0}
+    args = make_args(adapt=adapt, desired_kl=0.02, **changes)
     for kl, factor in ((0.0301, when_high), (0.0299, 1), (0.0134, 1), (0.0133, 1 / when_high)):
         state = make_state(args)
+        if adapt == "learning-rate":
+            state.learning_rate = 1e-3  # for --learning-rate is the most that it may be
+        expected = {key: getattr(state, key) for key in ("learning_rate", "clip_coef", "kl_coef")}
+        expected[name] = min(expected[name] * factor, bounds[1])
         ppo.adjust_coefficients(state, args, {"losses/kl": kl})
-        expected = {key: getattr(args, key) for key in ("learning_rate", "clip_coef", "kl_coef")}
-        expected[name] = min(start * factor, bounds[1])
         assert {key: getattr(state, key) for key in expected} == pytest.approx(expected, rel=1e-12)
     for kl in (0.0, 1.0):  # for ever too low, or too high
         for _ in range(60):
@@ -880,13 +882,21 @@ def test_annealing_is_linear_in_the_steps_left():
             assert (state.clip_coef, state.kl_coef) == (args.clip_coef, args.kl_coef)
 
 
-def test_adaptive_learning_rate_is_not_annealed():
-    """--adapt learning-rate goes on from its last value, whatever share of training is left."""
-    args = make_args(adapt="learning-rate", desired_kl=0.01, total_timesteps=100, anneal_lr=True)
-    state = make_state(args)
-    state.global_step, state.learning_rate = 90, 0.002
-    ppo.adjust_coefficients(state, args, {"losses/kl": 0.01})
-    assert state.learning_rate == 0.002
+@pytest.mark.parametrize("anneal_lr", [False, True])
+def test_adaptive_learning_rate_stays_below_the_scheduled(anneal_lr):
+    """--adapt learning-rate goes on from its last value, up to the rate that there would be without it."""
+    args = make_args(
+        adapt="learning-rate", desired_kl=0.01, total_timesteps=100, learning_rate=0.004, anneal_lr=anneal_lr
+    )
+    most = 0.001 if anneal_lr else 0.004
+    for last, kl, expected in ((0.0005, 0.01, 0.0005), (0.0005, 0.001, 0.00075), (0.009, 0.01, most)):
+        state = make_state(args)
+        state.global_step, state.learning_rate = 75, last
+        ppo.adjust_coefficients(state, args, {"losses/kl": kl})
+        assert state.learning_rate == pytest.approx(expected)
+    for _ in range(20):  # for ever too low a KL
+        ppo.adjust_coefficients(state, args, {"losses/kl": 0.0})
+    assert state.learning_rate == pytest.approx(most)
 
 
 def test_target_entropy():
