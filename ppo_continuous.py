@@ -751,7 +751,7 @@ def critic(figures: Figures, state: State, args: Args) -> bool:
 
 
 def narrow(figures: Figures, state: State, args: Args) -> bool:
-    """a standard deviation < 0.02, where 1 is half a range: it explores no more; raise --ent-coef"""
+    """a standard deviation < 0.02, where 1 is half a range: it explores no more; raise --min-log-std"""
     return figures["losses/std_min"] < 0.02
 
 

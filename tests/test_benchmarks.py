@@ -277,6 +277,25 @@ def test_ablation_table():
     assert len(list(report.ablation_table(results))) == 2
 
 
+def test_candidates_table():
+    """Greedy returns, with the number of seeds; a mean over the published only of what was run everywhere."""
+    published = {env_id: best for env_id, (best, *_) in report.BEST.items()}
+    results = {
+        (name, task): [{"final": {"greedy": [share * published[task[0]]] * 2}} for share in shares]
+        for name, shares in {"mujoco-start": (1, 1), "mujoco": (1,)}.items()
+        for task in report.tasks(experiments.MUJOCO)
+        if (name, task[0]) != ("mujoco", "Ant-v5")
+    }
+    head, *rows, last = report.candidates_table(results)
+    assert [row[0] for row in rows][::10] == ["HalfCheetah-v5, 1M", "Pendulum-v1, 100k"]
+    columns = dict(zip(head, zip(*rows, last, strict=True), strict=True))
+    assert columns["the start"][1] == "2609.3 ± 0.0 (2)"
+    assert columns["the start"][-1] == "**1.00**"
+    today = columns["today's defaults"]
+    assert (today[1], today[3], today[-1]) == ("2609.3 (1)", "", "")
+    assert set(columns["the same, log std not below -2.3"]) == {""}
+
+
 def test_thin():
     """Means over equal parts of the steps, the last part including what is beyond; None for what is empty."""
     steps = np.array([1, 20, 21, 60, 1000, 1010])

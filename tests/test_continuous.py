@@ -1037,6 +1037,40 @@ def test_resume_goes_on(short, main, tmp_path):
     )
 
 
+def test_first_rollout_is_for_the_normalisers(main, monkeypatch):
+    """It counts as steps, is not learnt from, and is all that the normalisers of the first update know."""
+    collect, update, rollouts, updates = ppo.collect_rollout, ppo.update, [], []
+
+    def collecting(envs, agent, rollout):
+        collect(envs, agent, rollout)
+        rollouts.append(rollout.obs[:-1][rollout.valid].double())
+
+    def updating(agent, optimizer, rollout, state, args):
+        counts = agent.obs_moments.count.item(), agent.return_moments.count.item()
+        moments = agent.obs_moments.mean.double(), agent.obs_moments.var.double()
+        updates.append((state.global_step, counts, moments, weights(agent)))
+        return update(agent, optimizer, rollout, state, args)
+
+    monkeypatch.setattr(ppo, "collect_rollout", collecting)
+    monkeypatch.setattr(ppo, "update", updating)
+    flags = ["--env-id", "Pendulum-v1", "--num-envs", 4, "--num-steps", 32, "--num-minibatches", 4]
+    flags += ["--update-epochs", 2, "--eval-episodes", 1, "--no-stagger", "--total-timesteps"]
+    done = main(*flags, 384)
+    assert done.returncode == 0
+    assert "8 gradient steps, 16 in all" in done.stdout
+    (step, counts, (mean, var), first), (second_step, *_, second) = updates
+    assert (step, counts, second_step) == (128, (128, 128), 256)
+    torch.testing.assert_close(mean, rollouts[0].mean(0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(var, rollouts[0].var(0, correction=0), rtol=1e-5, atol=1e-6)
+    assert len(rollouts) == 3
+    assert not torch.equal(first, second)
+    (checkpoint,) = Path("runs").glob("*/checkpoint.pt")
+    main("--resume", checkpoint, "--total-timesteps", 512)
+    assert updates[2][:2] == (384, (384, 384))
+    main(*flags, 128, "--no-norm-obs")
+    assert updates[3][:2] == (0, (0, 0))
+
+
 def test_discrete_actions_are_refused(tmp_path):
     """One line, exit status 2, nothing written; it names the script that can."""
     refused = shell(tmp_path, "--env-id", "CartPole-v1")

@@ -34,6 +34,7 @@ COPIES = {
 + python ppo_continuous.py --env-id HalfCheetah-v5
 - trains on any Gymnasium environment with `Discrete` actions and observations that flatten to a vector. To use
 + trains on any Gymnasium environment with `Box` actions and observations that flatten to a vector. To use
++ Burda 2018        "Exploration by Random Network Distillation", arXiv:1810.12894, §2.4
 + Dohare 2023       "Overcoming Policy Collapse in Deep Reinforcement Learning", EWRL 16
 - Shapes: T steps a rollout (--num-steps), N environments (--num-envs), D entries an observation, A actions,
 + Shapes: T steps a rollout (--num-steps), N environments (--num-envs), D entries an observation, A an action,
@@ -101,6 +102,9 @@ COPIES = {
 @ ADVICE
 - ADVICE = {kl_watch: 5, kl_act: 5, drift: 10, idle: 20, critic: 20, collapse: 10, mismatch: 1}  # iterations
 + ADVICE = {kl_watch: 5, kl_act: 5, drift: 10, idle: 20, critic: 20}  # iterations
+@ plan
+- f"{steps} gradient steps, {steps * rollouts:,} in all",
++ f"{steps} gradient steps, {steps * (rollouts - args.norm_obs):,} in all",
 @ evaluate
 - envs, _ = make_envs(replace(args, async_envs=False), n, video)
 + envs, _ = make_envs(replace(args, async_envs=False, stagger=False), n, video)
@@ -112,6 +116,12 @@ COPIES = {
 + optimizer = Adam([vector], args.learning_rate, betas, eps=1e-5, fused=args.device != "mps")
 - rollout, figures = Rollout(args, len(one_hot)), dict[str, float]()
 + rollout, figures = Rollout(args, len(one_hot), agent.num_actions), dict[str, float]()
++ if state.global_step == 0 and args.norm_obs:
++ # A rollout only for the normalisers, or the first update would see raw observations (Burda 2018).
++ collect_rollout(envs, agent, rollout)
++ scale_rewards(agent, rollout, args.gamma)
++ agent.obs_moments.update(rollout.obs[:-1][rollout.valid].to(agent.one_hot.device))
++ state.global_step = int(rollout.valid.sum())
 + figures |= action_figures(agent, rollout)
 ''',  # noqa: E501
     },
