@@ -105,7 +105,7 @@ class Args:
     async_envs: bool = False
     """One worker process for each environment: pays where a step takes long."""
     stagger: bool = True
-    """Cut one early episode of each environment, so that time limits do not end all at the same step."""
+    """Cut one early episode of each environment, so that they do not reach their time limits in unison."""
 
     # Algorithm
     total_timesteps: int = 1_000_000
@@ -161,7 +161,7 @@ class Args:
     init_log_std: float = -0.7
     """Logarithm of the policy's standard deviation at first, where 0 is half of an action's range."""
     min_log_std: float = -2.3
-    """The least that it may become: a policy much narrower learns rare states no more."""
+    """Lower limit of that logarithm: a policy much narrower learns rare states no more."""
     hidden_size: int = 64
     """Width of the two hidden layers of the actor, and of the critic."""
 

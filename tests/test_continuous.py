@@ -1037,6 +1037,14 @@ def test_resume_goes_on(short, main, tmp_path):
     )
 
 
+def test_adam_has_a_short_memory_of_scale(short):
+    """Its β2 is 0.99; its learning rate is what is left of the schedule."""
+    content = torch.load(short.checkpoint, weights_only=True)
+    (group,) = content["optimizer"]["param_groups"]
+    assert (tuple(group["betas"]), group["eps"]) == ((0.9, 0.99), 1e-5)
+    assert 0 < group["lr"] < 3e-4
+
+
 def test_first_rollout_is_for_the_normalisers(main, monkeypatch):
     """It counts as steps, is not learnt from, and is all that the normalisers of the first update know."""
     collect, update, rollouts, updates = ppo.collect_rollout, ppo.update, [], []
