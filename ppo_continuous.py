@@ -158,7 +158,7 @@ class Args:
     """Normalise observations by their running mean and standard deviation; one-hot parts are left alone."""
     norm_rewards: bool = True
     """Divide rewards by the running standard deviation of the discounted return (Engstrom 2020, §3)."""
-    init_log_std: float = -0.7
+    init_log_std: float = -0.5
     """Logarithm of the policy's standard deviation at first, where 0 is half of an action's range."""
     min_log_std: float = -2.3
     """Lower limit of that logarithm: a policy much narrower learns rare states no more."""

@@ -232,13 +232,16 @@ BATCH_NORM = (  # advantages with mean 0 and standard deviation 1 over a whole r
     ),
 )
 FLOOR = (("self.log_std.expand_as(mean)", "self.log_std.clamp(min=-2.3).expand_as(mean)"),)
-LIMITED = f"--compile --target-kl 0.1 {EARLIER}"
+ADAPTED = (
+    "--compile --adapt learning-rate --desired-kl 0.03 --stagger --min-log-std -2.3 --target-kl None"
+)
+LIMITED = f"--compile --target-kl 0.1 --init-log-std -0.7 {EARLIER}"
 ABLATION = {  # by name: label, flags, changes of the script's text
     "tanh": ("tanh for ELU", "", TANH),
     "relu": ("ReLU for ELU", "", RELU),
     "silu": ("SiLU for ELU", "", SILU),
     "std-1": ("initial log std 0", "--init-log-std 0", ()),
-    "std-0.61": ("initial log std -0.5", "--init-log-std -0.5", ()),
+    "std-0.5": ("initial log std -0.7", "--init-log-std -0.7", ()),
     "std-0.37": ("initial log std -1", "--init-log-std -1", ()),
     "norm-adv": ("advantages normalised in each minibatch", "--norm-adv", ()),
     "norm-adv-batch": ("advantages normalised in each rollout", "", BATCH_NORM),
@@ -273,6 +276,7 @@ CANDIDATES = {  # for continuous control's defaults, by name of the experiment
     "mujoco-elu-std-0.5": "ELU, initial log std -0.7",
     "mujoco-limited": "the same, β2 0.99, KL limited to 0.1",
     "mujoco-floor": "the same, log std not below -2.3",
+    "mujoco-adapted": "today's, initial log std -0.7",
     "mujoco": "today's defaults",
 }
 A2C = "--update-epochs 1 --num-minibatches 1 --num-steps 8 --no-norm-adv"
@@ -340,6 +344,7 @@ EXPERIMENTS = [
     Experiment(
         "mujoco-elu-std-0.5", "ppo_continuous.py", MUJOCO, 5, f"{START} --init-log-std -0.7", EARLIER_TEXT
     ),
+    Experiment("mujoco-adapted", "ppo_continuous.py", MUJOCO, 5, f"{ADAPTED} --init-log-std -0.7"),
     Experiment("mujoco-limited", "ppo_continuous.py", MUJOCO, 1, LIMITED, NO_WARM_UP),
     Experiment("mujoco-floor", "ppo_continuous.py", MUJOCO, 1, LIMITED, FLOOR + NO_WARM_UP),
     # The peer, with the settings that its own authors have tuned, under the same protocol.

@@ -195,7 +195,8 @@ def mujoco_table(results: Results) -> Iterator[list[str]]:
             f"{mean:.1f}{'' if std is None else f' ± {std:.1f}'} ({who})",
             f"{ratio.mean():.2f}",
         ]
-    yield ["mean", "", "", "", "", "", "", f"**{np.mean(ratios):.2f}**"]
+    for name, average in (("mean", np.mean), ("median", np.median)):
+        yield [name, "", "", "", "", "", "", f"**{average(ratios):.2f}**"]
 
 
 def candidates_table(results: Results) -> Iterator[list[str]]:
@@ -209,8 +210,9 @@ def candidates_table(results: Results) -> Iterator[list[str]]:
             cells.append(f"{spread(greedy)} ({len(greedy)})" if len(greedy) else "")
             ratios[name] += [normalized(greedy, task[0]).mean()] if len(greedy) else []
         yield [f"{task[0]}, {short(task[1])}", *cells]
-    means = (f"**{np.mean(x):.2f}**" if len(x) == len(MUJOCO) else "" for x in ratios.values())
-    yield ["mean, over the best published", *means]
+    for label, average in (("mean", np.mean), ("median", np.median)):
+        cells = (f"**{average(x):.2f}**" if len(x) == len(MUJOCO) else "" for x in ratios.values())
+        yield [f"{label}, over the best published", *cells]
 
 
 def atari_table(results: Results) -> Iterator[list[str]]:

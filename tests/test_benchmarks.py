@@ -286,13 +286,13 @@ def test_candidates_table():
         for task in report.tasks(experiments.MUJOCO)
         if (name, task[0]) != ("mujoco", "Ant-v5")
     }
-    head, *rows, last = report.candidates_table(results)
+    head, *rows, mean, median = report.candidates_table(results)
     assert [row[0] for row in rows][::10] == ["HalfCheetah-v5, 1M", "Pendulum-v1, 100k"]
-    columns = dict(zip(head, zip(*rows, last, strict=True), strict=True))
+    columns = dict(zip(head, zip(*rows, mean, median, strict=True), strict=True))
     assert columns["the start"][1] == "2609.3 ± 0.0 (2)"
-    assert columns["the start"][-1] == "**1.00**"
+    assert columns["the start"][-2:] == ("**1.00**", "**1.00**")
     today = columns["today's defaults"]
-    assert (today[1], today[3], today[-1]) == ("2609.3 (1)", "", "")
+    assert (today[1], today[3], *today[-2:]) == ("2609.3 (1)", "", "", "")
     assert set(columns["the same, log std not below -2.3"]) == {""}
 
 
