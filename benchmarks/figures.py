@@ -121,7 +121,7 @@ def ablation_figure(results: dict) -> Figure:
     middle, low, high = np.array([ends[label] for label in labels]).T
     style = {"color": COLORS[0], "fmt": "o", "label": "mean, with its 95% interval"}
     axes.errorbar(middle, range(len(labels)), xerr=(middle - low, high - middle), **style)
-    axes.axvline(ends["the defaults"][0], color="gray", linewidth=0.8, linestyle=":")
+    axes.axvline(next(iter(ends.values()))[0], color="gray", linewidth=0.8, linestyle=":")
     axes.set_yticks(range(len(labels)), labels)
     axes.set_xlabel("return in training after 300,000 steps / the best published for PPO at 1M steps")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from experiments import (
-    ABLATION,
+    ABLATED,
     ATARI,
     CANDIDATES,
     CLASSIC,
@@ -245,13 +245,10 @@ def over_published(found: list[list[dict[str, Any]]]) -> np.ndarray:
 
 def ablation(results: Results) -> dict[str, tuple[str, list[list[dict[str, Any]]]]]:
     """Of the defaults, and of each entry that was run on all tasks: the label, and the results on each."""
-    listed = {"mujoco": "the defaults"} | {
-        f"mujoco-but-{name}": label for name, (label, *_) in ABLATION.items()
-    }
-    found = {name: [results.get((name, task), []) for task in tasks(LOCOMOTION)] for name in listed}
-    seeds = len(found["mujoco"][0])
+    found = {name: [results.get((name, task), []) for task in tasks(LOCOMOTION)] for name in ABLATED}
+    seeds = len(next(iter(found.values()))[0])
     return {
-        name: (listed[name], each)
+        name: (ABLATED[name], each)
         for name, each in found.items()
         if seeds > 1 and all(len(x) == seeds for x in each)
     }

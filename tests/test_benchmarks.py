@@ -265,15 +265,16 @@ def test_ablation_table():
         return list(runs)
 
     results = {}
-    for name, shares in {"mujoco": (1, 2), "mujoco-but-tanh": (3, 4), "mujoco-but-relu": (5,)}.items():
+    default, tanh, relu, *_ = experiments.ABLATED
+    for name, shares in {default: (1, 2), tanh: (3, 4), relu: (5,)}.items():
         for task in report.tasks(experiments.LOCOMOTION):
             results[name, task] = found(*shares)
     _, *rows = report.ablation_table(results)
-    assert [row[0] for row in rows] == ["tanh for ELU", "the defaults"]
+    assert [row[0] for row in rows] == [experiments.ABLATED[tanh], experiments.ABLATED[default]]
     assert rows[0][-1].startswith("0.00 ")
     assert rows[1][-1] == ""
     assert rows[1][2] == "1500.0 ± 707.1"
-    del results["mujoco-but-tanh", ("Walker2d-v5", 300_000)]
+    del results[tanh, ("Walker2d-v5", 300_000)]
     assert len(list(report.ablation_table(results))) == 2
 
 
