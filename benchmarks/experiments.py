@@ -349,7 +349,7 @@ EXPERIMENTS = [
     Experiment(
         "mujoco-elu-std-0.5", "ppo_continuous.py", MUJOCO, 5, f"{START} --init-log-std -0.7", EARLIER_TEXT
     ),
-    Experiment("mujoco-adapted", "ppo_continuous.py", MUJOCO, 3, "--compile --init-log-std -0.7"),
+    Experiment("mujoco-adapted", "ppo_continuous.py", MUJOCO, 5, "--compile --init-log-std -0.7"),
     Experiment("mujoco-limited", "ppo_continuous.py", MUJOCO, 1, LIMITED, NO_WARM_UP),
     Experiment("mujoco-floor", "ppo_continuous.py", MUJOCO, 1, LIMITED, FLOOR + NO_WARM_UP),
     # The peer, with the settings that its own authors have tuned, under the same protocol.
