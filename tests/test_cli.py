@@ -619,7 +619,7 @@ def test_flags_override_saved_ones(short: SimpleNamespace, main: Callable, tmp_p
     [
         (["--clip-coef", 0.1], "clip_coef", 0.1),
         (["--surrogate", "kl-penalty", "--kl-coef", 5], "kl_coef", 5),
-        (["--adapt", "learning-rate", "--learning-rate", 0.002], "learning_rate", 0.002),
+        (["--adapt", "learning-rate", "--learning-rate", 2e-3, "--no-anneal-lr"], "learning_rate", 2e-3),
         (["--adapt", "clip-coef", "--clip-coef", 0.15], "clip_coef", 0.15),
     ],
 )

@@ -1113,7 +1113,8 @@ def test_init_log_std_has_bounds(main, value):
 def test_min_log_std_has_bounds(main):
     """It may be so small that it never tells, but not above the standard deviation at first."""
     assert_refused(main("--min-log-std", -21), "--min-log-std", "[-20, 3]")
-    assert_refused(main("--min-log-std", -0.6), "--min-log-std", "--init-log-std", "-0.6", "-0.7")
+    refused = main("--min-log-std", -0.6, "--init-log-std", -0.7)
+    assert_refused(refused, "--min-log-std", "--init-log-std", "-0.6", "-0.7")
 
 
 def test_checkpoint_of_the_other_script_is_refused(short, main, tmp_path):

@@ -197,7 +197,10 @@ PLAIN = {"iterations": 30}
 VARIANTS = {
     "kl-penalty": ({"surrogate": "kl-penalty", "adapt": "kl-coef"}, {"kl_coef"}),
     "adapt clip-coef": ({"adapt": "clip-coef"}, {"clip_coef"}),
-    "adapt learning-rate": ({"adapt": "learning-rate", "learning_rate": 1e-3}, {"learning_rate"}),
+    "adapt learning-rate": (
+        {"adapt": "learning-rate", "learning_rate": 3e-3, "desired_kl": 1e-5},
+        {"learning_rate"},
+    ),
     "anneal-lr": ({"anneal_lr": True, "total_timesteps": 4000}, {"learning_rate"}),
     "recompute-advantages": ({"recompute_advantages": True}, set()),
     "clip-vloss": ({"clip_vloss": True}, set()),
