@@ -220,8 +220,8 @@ def check_args(args: Args) -> None:
     refuse(args.adapt == "clip-coef" and not clip, "--adapt clip-coef needs --surrogate clip")
     refuse(args.adapt == "kl-coef" and clip, "--adapt kl-coef needs --surrogate kl-penalty")
     refuse(args.target_entropy is not None and not args.ent_coef, "--target-entropy needs --ent-coef above 0")
-    narrow = f"--min-log-std is {args.min_log_std}, above --init-log-std, which is {args.init_log_std}"
-    refuse(args.min_log_std > args.init_log_std, narrow)
+    above = f"--min-log-std is {args.min_log_std}; it must be at most --init-log-std, {args.init_log_std}"
+    refuse(args.min_log_std > args.init_log_std, above)
     refuse(not have.get(args.device, True), f"--device {args.device} is not available here; use --device cpu")
     refuse(args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy")
     refuse(args.track and not find_spec("wandb"), "--track needs: pip install wandb")
@@ -696,7 +696,7 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
         for minibatch in map(Batch, *(x[order].tensor_split(parts) for x in batch)):
             vector.grad, norm, now = step(agent, minibatch, state, args)
             optimizer.step()
-            agent.log_std.data.clamp_(min=args.min_log_std)
+            agent.log_std.data.clamp_(min=args.min_log_std)  # not in the policy: from here it can rise again
             figures.append(now)
             norms.append(norm)
         if epoch + 1 == args.update_epochs or args.target_kl is not None:

@@ -51,8 +51,8 @@ COPIES = {
 + "init_log_std": (-5, 3),
 + "min_log_std": (-20, 3),
 @ check_args
-+ narrow = f"--min-log-std is {args.min_log_std}, above --init-log-std, which is {args.init_log_std}"
-+ refuse(args.min_log_std > args.init_log_std, narrow)
++ above = f"--min-log-std is {args.min_log_std}; it must be at most --init-log-std, {args.init_log_std}"
++ refuse(args.min_log_std > args.init_log_std, above)
 @ make_env
 + if args.stagger and (limit := env.spec and env.spec.max_episode_steps):
 + env = CutOnce(env, index * limit // args.num_envs)
@@ -98,7 +98,7 @@ COPIES = {
 - self.acting_policy = torch.zeros(0)  # [N, A], of the last step, for `update` to compare
 + self.acting_policy = torch.zeros(0)  # [N, 2A], of the last step, for `update` to compare
 @ update
-+ agent.log_std.data.clamp_(min=args.min_log_std)
++ agent.log_std.data.clamp_(min=args.min_log_std)  # not in the policy: from here it can rise again
 @ ADVICE
 - ADVICE = {kl_watch: 5, kl_act: 5, drift: 10, idle: 20, critic: 20, collapse: 10, mismatch: 1}  # iterations
 + ADVICE = {kl_watch: 5, kl_act: 5, drift: 10, idle: 20, critic: 20}  # iterations
