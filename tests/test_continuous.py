@@ -250,10 +250,10 @@ def test_min_log_std_is_a_floor():
         agent = make_agent(free)
         with torch.no_grad():
             agent.log_std.fill_(-1.0)
-        args = make_args(min_log_std=-1.0, ent_coef=ent_coef, vf_coef=0.0)
+        args = make_args(min_log_std=-1.0, ent_coef=ent_coef, vf_coef=0.0, norm_adv=False)
         rollout = make_rollout(args, agent)
-        rollout.actions = agent.act(rollout.obs[:-1])[0].detach()  # all at the mean: σ falls, but for a bonus
-        rollout.rewards.abs_()
+        rollout.actions = agent.act(rollout.obs[:-1])[0].detach()  # all at the mean
+        rollout.rewards.abs_()  # so that σ falls, but for a bonus
         learn(agent, rollout, args)
         assert (agent.log_std > -1).all() if rises else (agent.log_std == -1).all()
 
