@@ -105,7 +105,7 @@ class Args:
 
     # Algorithm
     total_timesteps: int = 500_000
-    """Environment transitions to learn from."""
+    """Environment transitions in all."""
     num_steps: int = 64
     """T: steps of each environment in a rollout."""
     learning_rate: float = 1e-3
@@ -210,8 +210,9 @@ def check_args(args: Args) -> None:
     refuse(args.target_entropy is not None and not args.ent_coef, "--target-entropy needs --ent-coef above 0")
     refuse(not have.get(args.device, True), f"--device {args.device} is not available here; use --device cpu")
     refuse(args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy")
-    refuse(args.track and not find_spec("wandb"), "--track needs: pip install wandb")
-    if args.compile:
+    track, compiles = args.track and not args.evaluate, args.compile and not args.evaluate
+    refuse(track and not find_spec("wandb"), "--track needs: pip install wandb")
+    if compiles:
         from torch._dynamo import config
 
         refuse(not hasattr(config, "trace_autograd_ops"), "--compile needs a newer PyTorch; 2.13 will do")
@@ -294,7 +295,7 @@ def make_envs(args: Args, num_envs: int, video: Path | None = None) -> tuple[Vec
             single.render()
         single.close()
         spec = single.unwrapped.spec
-        own = spec and spec.vector_entry_point and not spec.additional_wrappers
+        own = spec and spec.vector_entry_point and not gym.spec(spec.id).additional_wrappers
         flat = single.env.observation_space.shape == one_hot.shape
         if own and flat and not args.async_envs and not video:
             envs = gym.make_vec(args.env_id, num_envs, vectorization_mode="vector_entry_point")
@@ -428,7 +429,7 @@ class State:
     clip_coef: float
     kl_coef: float
     ent_coef: float
-    global_step: int = 0  # transitions learnt from
+    global_step: int = 0  # transitions so far
     recent_returns: list[float] = field(default_factory=list)  # of the last 100 episodes
     start_return: float = math.nan  # mean of the first 20 episodes or more
     streaks: dict[str, int] = field(default_factory=dict)  # advice: iterations in a row, < 0 of absence
@@ -636,11 +637,12 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
             norms.append(norm)
         if epoch + 1 == args.update_epochs or args.target_kl is not None:
             with torch.no_grad():
+                kls = list[Tensor]()  # the first is the figure: --adapt must see what was too far
                 for halvings in range(12):
                     # How far this update has come from the old policy, exactly. If too far, back by halves
                     # (Schulman 2015, Appendix C), and at last to where this pass began.
-                    kl = kl_divergence(batch.policy, agent.policy(batch.obs))[rows].mean()
-                    if not kl > limit:
+                    kls.append(kl_divergence(batch.policy, agent.policy(batch.obs))[rows].mean())
+                    if not kls[-1] > limit:
                         break
                     vector.lerp_(before, 0.5 if halvings < 10 else 1.0)
             if halvings > 0:
@@ -648,7 +650,7 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
 
     if args.norm_obs:  # not earlier: the statistics that acted are those that were learnt with
         agent.obs_moments.update(raw_obs[:-1].flatten(0, 1)[rows])
-    once = torch.stack([torch.stack(norms).mean(), kl, explained, relative_error, mismatch.max()])
+    once = torch.stack([torch.stack(norms).mean(), kls[0], explained, relative_error, mismatch.max()])
     read = torch.cat([torch.stack(figures).mean(0), once]).tolist()  # each reading waits for the device
     names = *FIGURES, "grad_norm", "kl", "explained_variance", "relative_error", "policy_mismatch"
     return {f"losses/{name}": value for name, value in zip(names, read, strict=True)}
@@ -862,8 +864,8 @@ def report(writer: SummaryWriter, figures: Figures, rollout: Rollout, state: Sta
 
 def status(figures: Figures, state: State, args: Args) -> str:
     """What the terminal shows once a second."""
-    left = max(args.total_timesteps - state.global_step, 0) / figures["charts/SPS"]
-    speed = f"{figures['charts/SPS']:,.0f}/s, {left // 60:.0f}:{left % 60:02.0f} left"
+    left = int(max(args.total_timesteps - state.global_step, 0) / figures["charts/SPS"])
+    speed = f"{figures['charts/SPS']:,.0f}/s, {left // 60}:{left % 60:02} left"
     recent, share = state.recent_returns, state.global_step / args.total_timesteps
     returns = f"return {np.mean(recent):.1f} (last {len(recent)} episodes)" if recent else "no episode ended"
     line = f"{state.global_step:>11,} steps {share:>4.0%}  {speed}  {returns}  KL {figures['losses/kl']:.4f}"
@@ -916,7 +918,12 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
         first_step, start, saved, shown = state.global_step, time.monotonic(), time.monotonic(), 0.0
         while state.global_step < args.total_timesteps and not caught:  # PPO paper, Algorithm 1
             adjust_coefficients(state, args, figures)
-            collect_rollout(envs, agent, rollout)
+            try:
+                collect_rollout(envs, agent, rollout)
+            except TrainingFailed:
+                if caught:  # the signal may have hit the environments' processes, too: stop as intended
+                    break
+                raise
             figures = update(agent, optimizer, rollout, state, args)
 
             state.global_step += int(rollout.valid.sum())
@@ -932,9 +939,8 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
         if not caught:
             envs.close()
     except BaseException:
-        if not caught:  # a signal may have hit the environments' processes, too: then stop as intended
-            print(f"Failed after step {state.global_step:,}. Last checkpoint: {resume}", file=sys.stderr)
-            raise
+        print(f"Failed after step {state.global_step:,}. Last checkpoint: {resume}", file=sys.stderr)
+        raise
     finally:
         for process in getattr(envs.unwrapped, "processes", ()):  # they may hang or be dead: no use in asking
             process.terminate()

@@ -107,7 +107,7 @@ class Args:
 
     # Algorithm
     total_timesteps: int = 10_000_000
-    """Environment transitions to learn from, of 4 frames each."""
+    """Environment transitions in all, of 4 frames each."""
     num_steps: int = 128
     """T: steps of each environment in a rollout."""
     learning_rate: float = 2.5e-4
@@ -221,8 +221,9 @@ def check_args(args: Args) -> None:
     old = args.capture_video and not hasattr(gym.wrappers.vector, "RecordVideo")
     refuse(old, "--capture-video needs: pip install 'gymnasium>=1.3'")
     refuse(args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy")
-    refuse(args.track and not find_spec("wandb"), "--track needs: pip install wandb")
-    if args.compile:
+    track, compiles = args.track and not args.evaluate, args.compile and not args.evaluate
+    refuse(track and not find_spec("wandb"), "--track needs: pip install wandb")
+    if compiles:
         from torch._dynamo import config
 
         refuse(not hasattr(config, "trace_autograd_ops"), "--compile needs a newer PyTorch; 2.13 will do")
@@ -425,7 +426,7 @@ class State:
     clip_coef: float
     kl_coef: float
     ent_coef: float
-    global_step: int = 0  # transitions learnt from
+    global_step: int = 0  # transitions so far
     recent_returns: list[float] = field(default_factory=list)  # of the last 100 episodes
     start_return: float = math.nan  # mean of the first 20 episodes or more
     streaks: dict[str, int] = field(default_factory=dict)  # advice: iterations in a row, < 0 of absence
@@ -876,8 +877,8 @@ def report(writer: SummaryWriter, figures: Figures, rollout: Rollout, state: Sta
 
 def status(figures: Figures, state: State, args: Args) -> str:
     """What the terminal shows once a second."""
-    left = max(args.total_timesteps - state.global_step, 0) / figures["charts/SPS"]
-    speed = f"{figures['charts/SPS']:,.0f}/s, {left // 60:.0f}:{left % 60:02.0f} left"
+    left = int(max(args.total_timesteps - state.global_step, 0) / figures["charts/SPS"])
+    speed = f"{figures['charts/SPS']:,.0f}/s, {left // 60}:{left % 60:02} left"
     recent, share = state.recent_returns, state.global_step / args.total_timesteps
     returns = f"return {np.mean(recent):.1f} (last {len(recent)} episodes)" if recent else "no episode ended"
     line = f"{state.global_step:>11,} steps {share:>4.0%}  {speed}  {returns}  KL {figures['losses/kl']:.4f}"

@@ -105,11 +105,11 @@ class Args:
     async_envs: bool = False
     """One worker process for each environment: pays where a step takes long."""
     stagger: bool = True
-    """Cut one early episode of each environment, so that they do not reach their time limits in unison."""
+    """Cut one early episode of each environment but the first, or they reach their time limits in unison."""
 
     # Algorithm
     total_timesteps: int = 1_000_000
-    """Environment transitions to learn from."""
+    """Environment transitions in all."""
     num_steps: int = 256
     """T: steps of each environment in a rollout."""
     learning_rate: float = 3e-4
@@ -222,10 +222,13 @@ def check_args(args: Args) -> None:
     refuse(args.target_entropy is not None and not args.ent_coef, "--target-entropy needs --ent-coef above 0")
     above = f"--min-log-std is {args.min_log_std}; it must be at most --init-log-std, {args.init_log_std}"
     refuse(args.min_log_std > args.init_log_std, above)
+    few = f"--total-timesteps is {args.total_timesteps}; the first {rows} steps only set the normalisers"
+    refuse(args.norm_obs and args.total_timesteps <= rows, f"{few}; give more, or --no-norm-obs")
     refuse(not have.get(args.device, True), f"--device {args.device} is not available here; use --device cpu")
     refuse(args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy")
-    refuse(args.track and not find_spec("wandb"), "--track needs: pip install wandb")
-    if args.compile:
+    track, compiles = args.track and not args.evaluate, args.compile and not args.evaluate
+    refuse(track and not find_spec("wandb"), "--track needs: pip install wandb")
+    if compiles:
         from torch._dynamo import config
 
         refuse(not hasattr(config, "trace_autograd_ops"), "--compile needs a newer PyTorch; 2.13 will do")
@@ -326,7 +329,7 @@ def make_envs(args: Args, num_envs: int, video: Path | None = None) -> tuple[Vec
             single.render()
         single.close()
         spec = single.unwrapped.spec
-        own = spec and spec.vector_entry_point and not spec.additional_wrappers
+        own = spec and spec.vector_entry_point and not gym.spec(spec.id).additional_wrappers
         flat = single.env.observation_space.shape == one_hot.shape
         if own and flat and not args.async_envs and not video:
             envs = gym.make_vec(args.env_id, num_envs, vectorization_mode="vector_entry_point")
@@ -482,7 +485,7 @@ class State:
     clip_coef: float
     kl_coef: float
     ent_coef: float
-    global_step: int = 0  # transitions learnt from
+    global_step: int = 0  # transitions so far
     recent_returns: list[float] = field(default_factory=list)  # of the last 100 episodes
     start_return: float = math.nan  # mean of the first 20 episodes or more
     streaks: dict[str, int] = field(default_factory=dict)  # advice: iterations in a row, < 0 of absence
@@ -701,11 +704,12 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
             norms.append(norm)
         if epoch + 1 == args.update_epochs or args.target_kl is not None:
             with torch.no_grad():
+                kls = list[Tensor]()  # the first is the figure: --adapt must see what was too far
                 for halvings in range(12):
                     # How far this update has come from the old policy, exactly. If too far, back by halves
                     # (Schulman 2015, Appendix C), and at last to where this pass began.
-                    kl = kl_divergence(batch.policy, agent.policy(batch.obs))[rows].mean()
-                    if not kl > limit:
+                    kls.append(kl_divergence(batch.policy, agent.policy(batch.obs))[rows].mean())
+                    if not kls[-1] > limit:
                         break
                     vector.lerp_(before, 0.5 if halvings < 10 else 1.0)
             if halvings > 0:
@@ -713,7 +717,7 @@ def update(agent: Agent, optimizer: Adam, rollout: Rollout, state: State, args: 
 
     if args.norm_obs:  # not earlier: the statistics that acted are those that were learnt with
         agent.obs_moments.update(raw_obs[:-1].flatten(0, 1)[rows])
-    once = torch.stack([torch.stack(norms).mean(), kl, explained, relative_error, mismatch.max()])
+    once = torch.stack([torch.stack(norms).mean(), kls[0], explained, relative_error, mismatch.max()])
     read = torch.cat([torch.stack(figures).mean(0), once]).tolist()  # each reading waits for the device
     names = *FIGURES, "grad_norm", "kl", "explained_variance", "relative_error", "policy_mismatch"
     return {f"losses/{name}": value for name, value in zip(names, read, strict=True)}
@@ -756,7 +760,7 @@ def narrow(figures: Figures, state: State, args: Args) -> bool:
 
 
 def wide(figures: Figures, state: State, args: Args) -> bool:
-    """a standard deviation > 3, where 1 is half a range: most actions are cut; lower --ent-coef"""
+    """a standard deviation > 3, where 1 is half a range: lower --ent-coef or --learning-rate"""
     return figures["losses/std_max"] > 3
 
 
@@ -937,8 +941,8 @@ def report(writer: SummaryWriter, figures: Figures, rollout: Rollout, state: Sta
 
 def status(figures: Figures, state: State, args: Args) -> str:
     """What the terminal shows once a second."""
-    left = max(args.total_timesteps - state.global_step, 0) / figures["charts/SPS"]
-    speed = f"{figures['charts/SPS']:,.0f}/s, {left // 60:.0f}:{left % 60:02.0f} left"
+    left = int(max(args.total_timesteps - state.global_step, 0) / figures["charts/SPS"])
+    speed = f"{figures['charts/SPS']:,.0f}/s, {left // 60}:{left % 60:02} left"
     recent, share = state.recent_returns, state.global_step / args.total_timesteps
     returns = f"return {np.mean(recent):.1f} (last {len(recent)} episodes)" if recent else "no episode ended"
     line = f"{state.global_step:>11,} steps {share:>4.0%}  {speed}  {returns}  KL {figures['losses/kl']:.4f}"
@@ -965,6 +969,7 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
         for name in ("learning_rate", "clip_coef", "kl_coef", "ent_coef"):
             if getattr(args, name) != getattr(before, name):  # given anew: counts for what adapts, too
                 setattr(state, name, getattr(args, name))
+        agent.log_std.data.clamp_(min=args.min_log_std)  # a floor given anew holds at once
     modes = ("greedy", "stochastic")
     if args.evaluate or args.plan:
         envs.close()
@@ -992,15 +997,20 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
         save_checkpoint(path, *learner)
         rollout.obs[-1] = torch.as_tensor(attempt(envs.reset, seed=env_seed + state.global_step)[0])
         first_step, start, saved, shown = state.global_step, time.monotonic(), time.monotonic(), 0.0
-        if state.global_step == 0 and args.norm_obs:
-            # A rollout only for the normalisers, or the first update would see raw observations (Burda 2018).
-            collect_rollout(envs, agent, rollout)
-            scale_rewards(agent, rollout, args.gamma)
-            agent.obs_moments.update(rollout.obs[:-1][rollout.valid].to(agent.one_hot.device))
-            state.global_step = int(rollout.valid.sum())
         while state.global_step < args.total_timesteps and not caught:  # PPO paper, Algorithm 1
             adjust_coefficients(state, args, figures)
-            collect_rollout(envs, agent, rollout)
+            try:
+                collect_rollout(envs, agent, rollout)
+            except TrainingFailed:
+                if caught:  # the signal may have hit the environments' processes, too: stop as intended
+                    break
+                raise
+            if state.global_step == 0 and args.norm_obs:
+                # Only for the normalisers, or the first update would see raw observations (Burda 2018).
+                scale_rewards(agent, rollout, args.gamma)
+                agent.obs_moments.update(rollout.obs[:-1][rollout.valid].to(agent.one_hot.device))
+                state.global_step = int(rollout.valid.sum())
+                continue
             figures = update(agent, optimizer, rollout, state, args)
             figures |= action_figures(agent, rollout)
 
@@ -1017,9 +1027,8 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
         if not caught:
             envs.close()
     except BaseException:
-        if not caught:  # a signal may have hit the environments' processes, too: then stop as intended
-            print(f"Failed after step {state.global_step:,}. Last checkpoint: {resume}", file=sys.stderr)
-            raise
+        print(f"Failed after step {state.global_step:,}. Last checkpoint: {resume}", file=sys.stderr)
+        raise
     finally:
         for process in getattr(envs.unwrapped, "processes", ()):  # they may hang or be dead: no use in asking
             process.terminate()

@@ -183,8 +183,7 @@ def mujoco_table(results: Results) -> Iterator[list[str]]:
     for env_id, steps in tasks(MUJOCO):
         ours = results["mujoco", (env_id, steps)]
         greedy, (mean, std, who) = score(ours, "greedy"), BEST[env_id]
-        ratio = normalized(greedy, env_id)
-        ratios.append(ratio.mean())
+        ratios.append(float(normalized(greedy.mean(), env_id)))
         yield [
             env_id,
             short(steps),
@@ -193,7 +192,7 @@ def mujoco_table(results: Results) -> Iterator[list[str]]:
             f"**{spread(greedy)}**",
             iqm(greedy),
             f"{mean:.1f}{'' if std is None else f' ± {std:.1f}'} ({who})",
-            f"{ratio.mean():.2f}",
+            f"{ratios[-1]:.2f}",
         ]
     for name, average in (("mean", np.mean), ("median", np.median)):
         yield [name, "", "", "", "", "", "", f"**{average(ratios):.2f}**"]
@@ -208,7 +207,7 @@ def candidates_table(results: Results) -> Iterator[list[str]]:
         for name in CANDIDATES:
             greedy = score(results.get((name, task), []), "greedy")
             cells.append(f"{spread(greedy)} ({len(greedy)})" if len(greedy) else "")
-            ratios[name] += [normalized(greedy, task[0]).mean()] if len(greedy) else []
+            ratios[name] += [float(normalized(greedy.mean(), task[0]))] if len(greedy) else []
         yield [f"{task[0]}, {short(task[1])}", *cells]
     for label, average in (("mean", np.mean), ("median", np.median)):
         cells = (f"**{average(x):.2f}**" if len(x) == len(MUJOCO) else "" for x in ratios.values())

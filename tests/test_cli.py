@@ -119,6 +119,18 @@ class Fails(MyEnv):
         return obs, reward, *rest
 
 
+class Stopped(Fails):
+    """Fails after one of its instances has stopped the training, as Ctrl-C does."""
+
+    sent = False
+
+    def step(self, action):
+        if self.total == 100 and not Stopped.sent:
+            Stopped.sent = True
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().step(action)
+
+
 class Spaces(MyEnv):
     """Other spaces than a small vector and two actions."""
 
@@ -151,6 +163,7 @@ gym.register("MyEnv-v0", MyEnv)
 gym.register("ns/My-Env-v0", MyEnv)
 gym.register("Counted-v0", Counted)
 gym.register("Slow-v0", Slow)
+gym.register("Stopped-v0", Stopped, kwargs={"how": "huge reward"})
 for how in ("raises", "dies", "reset", "nan reward", "huge reward", "nan observation"):
     gym.register(f"{how.title().replace(' ', '')}-v0", Fails, kwargs={"how": how})
 gym.register("Image-v0", Spaces, kwargs={"obs": Box(0, 255, (32, 32, 3), np.uint8)})
@@ -814,8 +827,10 @@ def test_unsafe_request(flags: str, main: Callable, tmp_path: Path) -> None:
     assert main(*flags.split(), "--allow-unsafe", "--plan").returncode == 0
 
 
-def test_what_is_missing_here(main: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device or a package that is not there is refused at the start, with what to do."""
+def test_what_is_missing_here(
+    short: SimpleNamespace, main: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not there is refused at the start, with what to do, but where an evaluation does without it."""
     if not torch.cuda.is_available():
         assert_refused(main("--device", "cuda"), tmp_path, "cuda", "cpu")
     if not torch.backends.mps.is_available():
@@ -827,6 +842,10 @@ def test_what_is_missing_here(main: Callable, tmp_path: Path, monkeypatch: pytes
     assert_refused(main("--capture-video"), tmp_path, "pip install moviepy")
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert_refused(main("--track"), tmp_path, "pip install wandb")
+    content = load(short.run / "checkpoint.pt")
+    content["args"] |= {"compile": True, "track": True}
+    torch.save(content, tmp_path / "elsewhere.pt")
+    assert results(main("--evaluate", tmp_path / "elsewhere.pt").stdout) == results(short.stdout)
 
 
 def damaged(good: Path, path: Path, how: str) -> None:
@@ -906,6 +925,7 @@ def test_refusals_in_a_process(short: SimpleNamespace, main: Callable, tmp_path:
         ("NanReward", "", "nan"),
         ("NanObservation", "", "nan"),
         ("HugeReward", "--no-norm-rewards --no-norm-adv --allow-unsafe", "not finite"),
+        ("Stopped", "--no-norm-rewards --no-norm-adv --allow-unsafe", "not finite"),
     ],
 )
 def test_training_fails(env_id: str, flags: str, reason: str, main: Callable, tmp_path: Path) -> None:

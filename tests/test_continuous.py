@@ -1117,6 +1117,31 @@ def test_min_log_std_has_bounds(main):
     assert_refused(refused, "--min-log-std", "--init-log-std", "-0.6", "-0.7")
 
 
+def test_floor_given_anew_holds_at_once(short, main, tmp_path, monkeypatch):
+    """A higher --min-log-std at --resume is that of the policy that acts first, not only after its update."""
+    collect, seen = ppo.collect_rollout, []
+
+    def collecting(envs, agent, rollout):
+        seen.append(agent.log_std.min().item())
+        collect(envs, agent, rollout)
+
+    monkeypatch.setattr(ppo, "collect_rollout", collecting)
+    content = torch.load(short.checkpoint, weights_only=True)
+    content["agent"]["log_std"].fill_(-2.0)
+    torch.save(content, tmp_path / "checkpoint.pt")
+    flags = ["--resume", tmp_path / "checkpoint.pt", "--total-timesteps", 1000]
+    assert main(*flags, "--min-log-std", -1.5).returncode == 0
+    assert seen[0] == -1.5
+
+
+def test_first_rollout_is_not_all(main):
+    """Steps that the normalisers' rollout would use up are refused, unless there is none."""
+    flags = ["--env-id", "Pendulum-v1", "--num-envs", 4, "--num-steps", 64, "--plan", "--total-timesteps"]
+    assert_refused(main(*flags, 256), "--total-timesteps is 256", "256 steps", "--no-norm-obs")
+    assert main(*flags, 257).returncode == 0
+    assert main(*flags, 256, "--no-norm-obs").returncode == 0
+
+
 def test_checkpoint_of_the_other_script_is_refused(short, main, tmp_path):
     """A checkpoint says which script it is of."""
     content = torch.load(short.checkpoint, weights_only=True) | {"format": "ppo-discrete-1"}

@@ -53,6 +53,8 @@ COPIES = {
 @ check_args
 + above = f"--min-log-std is {args.min_log_std}; it must be at most --init-log-std, {args.init_log_std}"
 + refuse(args.min_log_std > args.init_log_std, above)
++ few = f"--total-timesteps is {args.total_timesteps}; the first {rows} steps only set the normalisers"
++ refuse(args.norm_obs and args.total_timesteps <= rows, f"{few}; give more, or --no-norm-obs")
 @ make_env
 + if args.stagger and (limit := env.spec and env.spec.max_episode_steps):
 + env = CutOnce(env, index * limit // args.num_envs)
@@ -114,14 +116,15 @@ COPIES = {
 + # they do when an episode fails after many that did not (Dohare 2023).
 + vector, betas = flatten_parameters(agent), (0.9, 0.99)
 + optimizer = Adam([vector], args.learning_rate, betas, eps=1e-5, fused=args.device != "mps")
++ agent.log_std.data.clamp_(min=args.min_log_std)  # a floor given anew holds at once
 - rollout, figures = Rollout(args, len(one_hot)), dict[str, float]()
 + rollout, figures = Rollout(args, len(one_hot), agent.num_actions), dict[str, float]()
 + if state.global_step == 0 and args.norm_obs:
-+ # A rollout only for the normalisers, or the first update would see raw observations (Burda 2018).
-+ collect_rollout(envs, agent, rollout)
++ # Only for the normalisers, or the first update would see raw observations (Burda 2018).
 + scale_rewards(agent, rollout, args.gamma)
 + agent.obs_moments.update(rollout.obs[:-1][rollout.valid].to(agent.one_hot.device))
 + state.global_step = int(rollout.valid.sum())
++ continue
 + figures |= action_figures(agent, rollout)
 ''',  # noqa: E501
     },
@@ -167,8 +170,8 @@ COPIES = {
 - """N: environments that step in parallel."""
 + """Environments that step in parallel, over all processes."""
 @ Args.total_timesteps
-- """Environment transitions to learn from."""
-+ """Environment transitions to learn from, of 4 frames each."""
+- """Environment transitions in all."""
++ """Environment transitions in all, of 4 frames each."""
 @ Args.target_kl
 - """When an iteration's KL from the old policy exceeds this, end its passes and go back to within it."""
 + """End an iteration's passes when the KL from the old policy exceeds this; it adapts nothing."""
@@ -322,7 +325,12 @@ COPIES = {
 + rollout.obs[-1] = torch.as_tensor(attempt(envs.reset, seed=seed)[0])
 + first_step, begun, saved, shown = state.global_step, time.monotonic(), time.monotonic(), 0.0
 + while state.global_step < args.total_timesteps and not stopped:  # PPO paper, Algorithm 1
+- try:
 - collect_rollout(envs, agent, rollout)
+- except TrainingFailed:
+- if caught:  # the signal may have hit the environments' processes, too: stop as intended
+- break
+- raise
 + collect_rollout(envs, agent, rollout, args)
 - state.global_step += int(rollout.valid.sum())
 + sums = total(torch.tensor([int(rollout.valid.sum()), len(caught)], device=device)).tolist()
@@ -339,10 +347,9 @@ COPIES = {
 - envs.close()
 + if size > 1:
 + collective(dist.barrier)  # a process that ends while gloo still holds its tensors is aborted
-- if not caught:  # a signal may have hit the environments' processes, too: then stop as intended
+- print(f"Failed after step {state.global_step:,}. Last checkpoint: {resume}", file=sys.stderr)
 + if rank == 0:
-- raise
-+ raise
++ print(f"Failed after step {state.global_step:,}. Last checkpoint: {resume}", file=sys.stderr)
 - for process in getattr(envs.unwrapped, "processes", ()):  # they may hang or be dead: no use in asking
 - process.terminate()
 - envs.unwrapped.closed = True

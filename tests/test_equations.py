@@ -1077,9 +1077,9 @@ def test_target_kl_ends_the_passes_within_it():
         halves.append(half)
         args = make_args(update_epochs=6, target_kl=target)
         agent = make_agent(args)
-        kl = learn(agent, make_rollout(args, agent), args)["losses/kl"]
-        assert kl <= target
-        assert kl == pytest.approx(kl_of(weights(agent)), rel=1e-3)
+        # The figure is how far the passes went, so that --adapt sees what was too far.
+        assert learn(agent, make_rollout(args, agent), args)["losses/kl"] == kls[last] > target
+        assert kl_of(weights(agent)) <= target
         torch.testing.assert_close(weights(agent), end.lerp(begin, 1 - 0.5**half), rtol=0, atol=1e-6)
     assert len(set(halves)) > 1
     args = make_args(update_epochs=6, target_kl=10.0)  # never reached

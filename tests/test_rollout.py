@@ -157,10 +157,15 @@ def test_episodes(script):
 
 
 def test_environment_with_statistics_of_its_own():
-    """An environment that is registered with Gymnasium's `RecordEpisodeStatistics` trains like any other."""
+    """An environment that is registered with Gymnasium's `RecordEpisodeStatistics` trains like any other.
+
+    Its native vector version would leave the wrapper out, and gives way.
+    """
     wrapper = gym.wrappers.RecordEpisodeStatistics.wrapper_spec()
-    gym.register("Counted-v0", entry_point=scripted_envs.Scripted, additional_wrappers=(wrapper,))
+    native = {"entry_point": scripted_envs.Scripted, "vector_entry_point": scripted_envs.ScriptedVector}
+    gym.register("Counted-v0", **native, additional_wrappers=(wrapper,))
     envs, agent, rollout = begin(make_args(env_id="Counted-v0"))
+    assert isinstance(envs.unwrapped, gym.vector.SyncVectorEnv)
     ppo.collect_rollout(envs, agent, rollout)
     envs.close()
     assert rollout.episodes == collected("sync")[0][0].episodes
