@@ -263,7 +263,6 @@ ABLATION = {  # by name: label, flags, changes of the script's text
     "gamma-0.995": ("γ = 0.995", "--gamma 0.995", ()),
     "lr-1e-3": ("learning rate 1e-3", "--learning-rate 1e-3", ()),
     "desired-kl-0.015": ("KL kept near 0.015", "--desired-kl 0.015", ()),
-    "desired-kl-0.06": ("KL kept near 0.06", "--desired-kl 0.06", ()),
     "floor-0.2": ("log std not below -1.6", "--min-log-std -1.6", ()),
     "target-kl": ("KL limited to 0.1", "--target-kl 0.1", ()),
 }
