@@ -921,6 +921,8 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
     if size > 1:
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        # After Adam: what that imports would else keep the group, and gloo's threads with it, to the end. A
+        # thread that outlives Python may abort the process.
         collective(dist.init_process_group, "nccl" if device.type == "cuda" else "gloo")
         collective(dist.broadcast, vector.data, 0)  # machines may round the first weights otherwise
         torch.manual_seed(env_seed + state.global_step + rank)  # random numbers are each process's own
@@ -970,7 +972,7 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
                 save_checkpoint(path, *learner)
                 saved = now
         if size > 1:
-            collective(dist.barrier)  # a process that ends while gloo still holds its tensors is aborted
+            collective(dist.barrier)  # none leaves while another may still fail
     except BaseException:
         if rank == 0:
             print(f"Failed after step {state.global_step:,}. Last checkpoint: {resume}", file=sys.stderr)

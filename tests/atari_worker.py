@@ -13,11 +13,14 @@ from test_atari import make_agent, make_args, make_rollout, make_state  # noqa: 
 import ppo_atari as ppo  # noqa: E402
 
 rank, size = ppo.world()
-if size > 1:
-    dist.init_process_group("gloo")
 torch.set_num_threads(1)
 args = make_args(num_minibatches=2, update_epochs=3, max_grad_norm=0.5, learning_rate=1e-3)
 agent = make_agent(args)
+vector = ppo.flatten_parameters(agent)
+before = vector.detach().clone()
+optimizer = torch.optim.Adam([vector], 1e-3, eps=1e-5)
+if size > 1:
+    dist.init_process_group("gloo")  # after Adam, as in the script, which says why
 whole = make_rollout(args, agent, seed=4, chance=0.3)
 share = slice(rank * args.num_envs // size, (rank + 1) * args.num_envs // size)
 rollout = ppo.Rollout(args, agent, args.num_envs // size)
@@ -41,12 +44,11 @@ def deal(rows, parts, size):
 
 
 ppo.deal = deal
-vector = ppo.flatten_parameters(agent)
-before = vector.detach().clone()
-optimizer = torch.optim.Adam([vector], 1e-3, eps=1e-5)
 figures = ppo.update(agent, optimizer, rollout, make_state(args), args)
 if rank == 0:
     torch.save({"before": before, "weights": vector.detach(), "figures": figures}, sys.argv[1])
 if size > 1:
-    dist.barrier()  # or a process may end while gloo still holds its tensors, which aborts it
     dist.destroy_process_group()
+    if sys.platform == "linux":
+        threads = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+        assert not [name for name in threads if "gloo" in name], threads  # one that outlives Python aborts it
