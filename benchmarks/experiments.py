@@ -268,6 +268,13 @@ ABLATION = {  # by name: label, flags, changes of the script's text
 }
 # In the table and the figure, as far as it was run; the first is what the others are compared with.
 ABLATED = {"mujoco": "the defaults"} | {f"mujoco-but-{name}": label for name, (label, *_) in ABLATION.items()}
+FULL_LENGTH = {  # entries of the ablation that were also run as the table of returns is: seeds, names
+    "HalfCheetah-v5": (5, "no-stagger vf-coef-0.5 norm-adv"),
+    "Hopper-v5": (5, "vf-coef-0.5 norm-adv"),
+    "Walker2d-v5": (5, "vf-coef-0.5 norm-adv"),
+    "Humanoid-v5": (3, "fixed-lr no-warm-up"),
+    "InvertedDoublePendulum-v5": (5, "no-floor beta-0.999"),
+}
 CANDIDATES = {  # for continuous control's defaults, by name of the experiment
     "mujoco-start": "the start",
     "mujoco-narrow": "initial log std -1, passes end at a KL of 0.05",
@@ -311,6 +318,18 @@ EXPERIMENTS = [
             f"mujoco-but-{name}", "ppo_continuous.py", LOCOMOTION, 2, f"--compile {flags}", changes, 11
         )
         for name, (_, flags, changes) in ABLATION.items()
+    ),
+    *(
+        Experiment(
+            f"mujoco-but-{name}",
+            "ppo_continuous.py",
+            {env_id: MUJOCO[env_id]},
+            seeds,
+            f"--compile {ABLATION[name][1]}",
+            ABLATION[name][2],
+        )
+        for env_id, (seeds, names) in FULL_LENGTH.items()
+        for name in names.split()
     ),
     *(
         Experiment(

@@ -25,6 +25,7 @@ from experiments import (
     ATARI,
     CANDIDATES,
     CLASSIC,
+    FULL_LENGTH,
     HERE,
     LOCOMOTION,
     MUJOCO,
@@ -271,6 +272,17 @@ def ablation_table(results: Results) -> Iterator[list[str]]:
     yield from (row for _, row in sorted(rows, key=lambda pair: -pair[0]))
 
 
+def full_length_table(results: Results) -> Iterator[list[str]]:
+    """Entries of the ablation at the table's length, as far as they were run, beside the defaults."""
+    yield ["environment", "entry", "seeds", "last 100 training episodes", "greedy", "greedy, seed by seed"]
+    for env_id, (_, names) in FULL_LENGTH.items():
+        for name in ("mujoco", *(f"mujoco-but-{name}" for name in names.split())):
+            if found := results.get((name, (env_id, MUJOCO[env_id]))):
+                training, greedy = (score(found, mode) for mode in ("training", "greedy"))
+                each = f"**{spread(greedy)}**", ", ".join(f"{x:.0f}" for x in greedy)
+                yield [env_id, ABLATED[name], f"{len(found)}", spread(training), *each]
+
+
 def search_table(results: Results) -> Iterator[list[str]]:
     """The search for continuous control's defaults: training / greedy of each seed, as far as it was run."""
     columns = dict.fromkeys(task for listed, *_ in SEARCH for task in tasks(listed))
@@ -352,7 +364,7 @@ def tables() -> dict[str, str]:
     made = {"classic": classic_table(results)}
     made |= {"mujoco": mujoco_table(results), "atari": atari_table(results)}
     made |= {"ablation": ablation_table(results), "search": search_table(results)}
-    made |= {"candidates": candidates_table(results)}
+    made |= {"candidates": candidates_table(results), "full-length": full_length_table(results)}
     made |= {name: study_table(study, results) for name, study in STUDIES.items() if name != "classic"}
     speed = json.loads((RESULTS / "throughput.json").read_text())
     made["speed-classic"] = speed_table(speed, ("CartPole-v1",))
