@@ -269,10 +269,10 @@ ABLATION = {  # by name: label, flags, changes of the script's text
 # In the table and the figure, as far as it was run; the first is what the others are compared with.
 ABLATED = {"mujoco": "the defaults"} | {f"mujoco-but-{name}": label for name, (label, *_) in ABLATION.items()}
 FULL_LENGTH = {  # entries of the ablation that were also run as the table of returns is: seeds, names
-    "HalfCheetah-v5": (5, "no-stagger vf-coef-0.5 norm-adv"),
-    "Hopper-v5": (5, "vf-coef-0.5 norm-adv"),
-    "Walker2d-v5": (5, "vf-coef-0.5 norm-adv"),
-    "Humanoid-v5": (3, "fixed-lr no-warm-up"),
+    "HalfCheetah-v5": (3, "vf-coef-0.5 lambda-0.9 norm-adv no-stagger"),
+    "Hopper-v5": (3, "vf-coef-0.5 lambda-0.9 norm-adv"),
+    "Walker2d-v5": (3, "vf-coef-0.5 lambda-0.9 norm-adv"),
+    "Humanoid-v5": (2, "fixed-lr no-warm-up"),
     "InvertedDoublePendulum-v5": (5, "no-floor beta-0.999"),
 }
 CANDIDATES = {  # for continuous control's defaults, by name of the experiment
