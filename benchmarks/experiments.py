@@ -107,7 +107,7 @@ MUJOCO |= {f"{name}-v5": 1_000_000 for name in ("Swimmer", "Reacher", "InvertedP
 MUJOCO |= {f"{name}-v5": 1_000_000 for name in ("InvertedDoublePendulum", "Pusher")}
 MUJOCO["Pendulum-v1"] = 100_000
 # The search for ppo_continuous.py's defaults, from where it began, with what the script had then. Its seeds,
-# and those of the ablation, are not those of the table, so that the table is a test of what was chosen here.
+# and those of the ablation, are not those of the table; what became a candidate has those of the table, too.
 LOCOMOTION = {"HalfCheetah-v5": 300_000, "Hopper-v5": 300_000, "Walker2d-v5": 300_000}
 EARLIER = "--adapt none --desired-kl 0.01 --no-stagger --min-log-std -20"
 BETA_999 = (("flatten_parameters(agent), (0.9, 0.99)", "flatten_parameters(agent), (0.9, 0.999)"),)
@@ -259,7 +259,7 @@ ABLATION = {  # by name: label, flags, changes of the script's text
     "no-anneal-lr": ("no learning-rate decay", "--no-anneal-lr", ()),
     "width-256": ("networks of 256-256", "--hidden-size 256", ()),
     "obs-clip-3": ("observations within ±3", "", CLIP_3),
-    "per-step": ("normalisers move every step", "", PER_STEP + NO_WARM_UP),
+    "per-step": ("normalisers move every step, no first rollout for them", "", PER_STEP + NO_WARM_UP),
     "gamma-0.995": ("γ = 0.995", "--gamma 0.995", ()),
     "lr-1e-3": ("learning rate 1e-3", "--learning-rate 1e-3", ()),
     "desired-kl-0.015": ("KL kept near 0.015", "--desired-kl 0.015", ()),

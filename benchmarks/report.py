@@ -80,6 +80,8 @@ def load() -> Results:
     for run in runs():
         if run.path.exists():
             results.setdefault((run.experiment.name, run.task), []).append(json.loads(run.path.read_text()))
+    for found in results.values():
+        found.sort(key=lambda result: int(result["run"].rpartition("/")[2]))
     return results
 
 

@@ -363,7 +363,7 @@ def main() -> None:
     """The command line. Exit status: 0 done, 1 runs failed or differ, 2 bad request, 130 stopped."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--only", default="", help="runs whose name has this in it; * and ? as in a shell")
+    parser.add_argument("--only", default="", help="runs whose name begins with this; * and ? as in a shell")
     parser.add_argument("--seeds", type=int, help="at most this many seeds of each experiment")
     parser.add_argument("--jobs", type=int, default=cores, help="processes at a time; default: a core each")
     what = parser.add_mutually_exclusive_group()
@@ -372,7 +372,7 @@ def main() -> None:
     what.add_argument("--check", action="store_true", help="repeat short runs and compare them, bit for bit")
     what.add_argument("--one", metavar="RUN", help="do this run, in this process")
     options = parser.parse_args()
-    selected = [run for run in runs() if fnmatch.fnmatch(run.name, f"*{options.only}*")]
+    selected = [run for run in runs() if fnmatch.fnmatch(run.name, f"{options.only}*")]
     if options.seeds is not None:
         selected = [run for run in selected if run.seed < run.experiment.first_seed + options.seeds]
     if options.one:
