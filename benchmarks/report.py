@@ -258,19 +258,16 @@ def ablation(results: Results) -> dict[str, tuple[str, list[list[dict[str, Any]]
 
 def ablation_table(results: Results) -> Iterator[list[str]]:
     """One detail of continuous control changed at a time: returns in training, and over the published."""
-    from rliable.metrics import aggregate_mean, probability_of_improvement
+    from rliable.metrics import aggregate_mean
 
     names = [env_id.partition("-")[0] for env_id in LOCOMOTION]
-    yield ["entry", "seeds", *names, "mean, over the best published", "P, the defaults are better"]
-    rows, default = [], None
+    yield ["entry", "seeds", *names, "mean, over the best published"]
+    rows = []
     for label, found in ablation(results).values():
         over = over_published(found)
-        default = over if default is None else default
         mean, low, high = interval(aggregate_mean, over)
-        better = "{:.2f} [{:.2f}, {:.2f}]".format(*interval(probability_of_improvement, default, over))
         cells = [spread(score(x, "training")) for x in found]
-        mark = "" if over is default else better
-        rows.append((mean, [label, f"{len(over)}", *cells, f"**{mean:.2f}** [{low:.2f}, {high:.2f}]", mark]))
+        rows.append((mean, [label, f"{len(over)}", *cells, f"**{mean:.2f}** [{low:.2f}, {high:.2f}]"]))
     yield from (row for _, row in sorted(rows, key=lambda pair: -pair[0]))
 
 
