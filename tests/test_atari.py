@@ -307,6 +307,17 @@ def test_a_rollout_goes_on_where_the_last_ended():
                 torch.testing.assert_close(rollout.policy[t], policy)
 
 
+def test_each_step_has_noise_of_its_own(monkeypatch):
+    """The action that is stored is the likeliest of the policy plus that step's noise, drawn for it alone."""
+    drawn, noise = [], ppo.Agent.noise
+    monkeypatch.setattr(ppo.Agent, "noise", lambda *a: drawn.append(noise(*a)) or drawn[-1])
+    rollout, *_ = play(12)
+    noises = torch.cat([x.reshape(-1, 2, 5) for x in drawn])
+    assert len(noises) == len(noises.unique(dim=0)) == 12
+    assert torch.equal(rollout.actions, (rollout.policy + noises).argmax(-1))
+    assert not torch.equal(rollout.actions, rollout.policy.argmax(-1))
+
+
 def test_unclipped_rewards_and_no_fire():
     """Rewards as the game gives them, where they are asked for; no operation where there is no FIRE."""
     envs = scripted(clip_rewards=False, pressed=0)
@@ -428,8 +439,98 @@ def test_a_gradient_step_by_brute_force(norm_adv, clip_vloss, compile):
     assert figures["losses/grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
 
 
+def reference_passes(agent, rollout, args, minibatches, learning_rate):
+    """All passes over a rollout, in float64 by autograd, torch.distributions and one Adam for all tensors.
+
+    `minibatches` are the rows of each, pass by pass. Returns the weights and the figures.
+    """
+    agent.double()
+    agent.precision = torch.float64
+    parameters = list(agent.parameters())
+    optimizer = torch.optim.Adam(parameters, learning_rate, eps=1e-5)
+
+    def look(images):
+        features = agent.trunk(images.double() / 255)
+        return Categorical(logits=agent.actor(features)), agent.critic(features).squeeze(-1)
+
+    def targets(values):
+        ends = rollout.terminated.numpy(), rollout.truncated.numpy()
+        advantages = brute_force_gae(
+            float64(rollout.rewards), float64(values), *ends, args.gamma, args.gae_lambda
+        )
+        return [torch.from_numpy(x).flatten() for x in (advantages, advantages + float64(values)[:-1])]
+
+    images, actions = rollout.obs[:-1].flatten(0, 1), rollout.actions.flatten()
+    policies, held = rollout.policy.double().flatten(0, 1), rollout.values[:-1].double().flatten()
+    advantages, returns = targets(rollout.values)
+    each = []
+    for number, rows_of_a_pass in enumerate(minibatches):
+        if number and args.recompute_advantages:
+            with torch.no_grad():
+                advantages, returns = targets(torch.stack([look(x)[1] for x in rollout.obs]))
+        for rows in rows_of_a_pass:
+            old, (new, values) = Categorical(logits=policies[rows]), look(images[rows])
+            learnt = advantages[rows]
+            if args.norm_adv:
+                learnt = (learnt - learnt.mean()) / (learnt.std(correction=0) + 1e-8)
+            ratio = (new.log_prob(actions[rows]) - old.log_prob(actions[rows])).exp()
+            bounded = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+            losses = (values - returns[rows]) ** 2 / 2
+            if args.clip_vloss:
+                near = held[rows] + (values - held[rows]).clamp(-args.clip_coef, args.clip_coef)
+                losses = torch.maximum(losses, (near - returns[rows]) ** 2 / 2)
+            policy_loss = -torch.minimum(ratio * learnt, bounded * learnt).mean()
+            loss = policy_loss + args.vf_coef * losses.mean() - args.ent_coef * new.entropy().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+            optimizer.step()
+            kl = torch.distributions.kl_divergence(old, new).mean()
+            clipped = (ratio != bounded).double().mean()
+            row = policy_loss, losses.mean(), new.entropy().mean(), clipped, kl, norm
+            each.append([x.item() for x in row])
+    names = ("policy_loss", "value_loss", "entropy", "clipfrac", "kl", "grad_norm")
+    figures = dict(zip(names, np.mean(each, 0), strict=True))
+    figures["kl"] = np.mean(each[-args.num_minibatches :], 0)[4]  # that of the last pass
+    return torch.cat([x.detach().flatten() for x in parameters]), figures
+
+
+@pytest.mark.parametrize(
+    ("norm_adv", "clip_vloss", "recompute"), [(True, True, True), (False, False, False), (False, True, True)]
+)
+def test_passes_by_brute_force(monkeypatch, norm_adv, clip_vloss, recompute):
+    """Three passes of two minibatches, with everything clipped: weights and figures, against float64.
+
+    The learning rate is the state's, not the one that the optimiser was made with.
+    """
+    args = make_args(update_epochs=3, norm_adv=norm_adv, clip_vloss=clip_vloss, max_grad_norm=0.1)
+    args = replace(args, recompute_advantages=recompute, clip_coef=0.02)
+    agent, deal, dealt = make_agent(args), ppo.deal, []
+    rollout = make_rollout(args, agent)
+    rollout.rewards.mul_(3)  # targets that the critic cannot reach at once
+
+    def spy(*settings):
+        order, weights = deal(*settings)
+        dealt.append([rows[weight > 0] for rows, weight in zip(order, weights, strict=True)])
+        return order, weights
+
+    monkeypatch.setattr(ppo, "deal", spy)
+    vector = ppo.flatten_parameters(agent)
+    before = vector.detach().double()
+    state = replace(make_state(args), learning_rate=3e-4)
+    figures = ppo.update(agent, torch.optim.Adam([vector], 0.7, eps=1e-5), rollout, state, args)
+    weights, expected = reference_passes(make_agent(args), rollout, args, dealt, 3e-4)
+    moved = (weights - before).norm()
+    assert len(dealt) == 3
+    assert (weights - vector.detach()).norm() < 1e-2 * moved
+    assert expected["clipfrac"] > 0.1
+    assert expected["grad_norm"] > 2 * args.max_grad_norm
+    for name, value in expected.items():
+        assert figures[f"losses/{name}"] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+
+
 def test_what_filler_rows_hold_does_not_matter():
-    """Images, actions, rewards and policies of filler rows, however wild, change no weight and no figure."""
+    """Actions, rewards and policies of filler rows, however wild, change no weight and no figure."""
     args = make_args(update_epochs=2)
     results = []
     for wild in (False, True):
@@ -520,20 +621,24 @@ def test_recomputed_advantages(monkeypatch):
 
 
 def test_target_kl_ends_the_passes(monkeypatch):
-    """Passes end with the first whose steps meet a KL above the target: the very first can meet none here."""
-    counts = []
-    for target in (None, 1e-9):
-        args = make_args(update_epochs=4, target_kl=target, num_minibatches=1)
-        agent = make_agent(args)
+    """Passes end with the first whose steps meet a KL above the target."""
+
+    def passes(**changes):
+        args = make_args(num_minibatches=1, **changes)
+        agent, deals, deal = make_agent(args), [], ppo.deal
         rollout = make_rollout(args, agent)
-        deals = []
-        deal = ppo.deal
-        monkeypatch.setattr(ppo, "deal", lambda *a, deal=deal, deals=deals: deals.append(1) or deal(*a))
-        vector = ppo.flatten_parameters(agent)
-        ppo.update(agent, torch.optim.Adam([vector], 1e-3), rollout, replace(make_state(args)), args)
-        monkeypatch.setattr(ppo, "deal", deal)
-        counts.append(len(deals))
-    assert counts == [4, 2]
+        with monkeypatch.context() as patch:
+            patch.setattr(ppo, "deal", lambda *a: deals.append(1) or deal(*a))
+            optimizer = torch.optim.Adam([ppo.flatten_parameters(agent)], 1e-3)
+            figures = ppo.update(agent, optimizer, rollout, make_state(args), args)
+        return len(deals), figures["losses/kl"]
+
+    kls = [passes(update_epochs=epochs)[1] for epochs in (1, 2, 3, 4)]
+    assert kls[0] < 1e-6 < kls[1] < kls[2] < kls[3]  # the first pass meets none
+    assert passes(update_epochs=4, target_kl=2 * kls[3])[0] == 4
+    for number in (1, 2, 3):
+        target = (kls[number - 1] + kls[number]) / 2
+        assert passes(update_epochs=4, target_kl=target) == (number + 1, kls[number])
 
 
 def test_figures():
@@ -733,6 +838,31 @@ def test_evaluation_is_greedy_or_sampled(tmp_path, monkeypatch, capsys):
     taken.clear()
     ppo.evaluate(agent, args, "stochastic", tmp_path)
     assert np.bincount(taken) / len(taken) == pytest.approx([0.1, 0.2, 0.4, 0.3], abs=0.1)
+
+
+def test_evaluation_counts_the_first_game_of_each(tmp_path, monkeypatch, capsys):
+    """Games of unequal length: while the longest goes on, second games of the others change nothing."""
+
+    class Unequal(Scripted):
+        """The second game ends after two steps and is worth more each time."""
+
+        def step(self, actions):
+            obs, rewards, terminated, truncated, info = super().step(actions)
+            terminated[1] = self.over[1] = self.at[1] == 1
+            self.games = getattr(self, "games", 0) + terminated[1]
+            rewards[1] = 10 ** int(self.games) if self.at[1] >= 0 else 0
+            info["lives"][1] = 3 * (not terminated[1])
+            return obs, rewards, terminated, truncated, info
+
+    def make_envs(args, num_envs, video=None):
+        envs = gym.wrappers.vector.RecordEpisodeStatistics(Unequal(), stats_key="rollout_episode")
+        return ppo.LostLives(envs, 1, args.clip_rewards)
+
+    monkeypatch.setattr(ppo, "make_envs", make_envs)
+    args = make_args(eval_episodes=2)
+    result = ppo.evaluate(make_agent(args), args, "greedy", tmp_path)
+    assert result["lengths"].tolist() == [6, 2]
+    assert result["returns"].tolist() == [10, 11]
 
 
 def test_threads_and_devices(monkeypatch):
