@@ -209,6 +209,11 @@ def check_args(args: Args) -> None:
     refuse(args.adapt == "kl-coef" and clip, "--adapt kl-coef needs --surrogate kl-penalty")
     refuse(args.target_entropy is not None and not args.ent_coef, "--target-entropy needs --ent-coef above 0")
     refuse(not have.get(args.device, True), f"--device {args.device} is not available here; use --device cpu")
+    refuse("" in (args.resume, args.evaluate), "--resume and --evaluate take a path, and this one is empty")
+    refuse(args.evaluate and args.plan, "--plan tells of training, --evaluate does none; give one")
+    beside = Path(args.resume or "checkpoint.pt").with_name("checkpoint.pt")
+    taken = args.resume and Path(args.resume) != beside and beside.exists()
+    refuse(taken, f"{args.resume} lies beside {beside}, which it would overwrite; move one of them")
     refuse(args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy")
     track, compiles = args.track and not args.evaluate, args.compile and not args.evaluate
     refuse(track and not find_spec("wandb"), "--track needs: pip install wandb")
@@ -784,8 +789,11 @@ def evaluate(agent: Agent, args: Args, mode: str, folder: Path) -> dict[str, np.
 def save_checkpoint(
     path: Path, writer: SummaryWriter, agent: Agent, optimizer: Adam, state: State, args: Args
 ) -> None:
-    """Write all that training needs to go on. If killed, `path` is still whole: the old file or the new."""
-    writer.flush()  # first, so that the curves have no gap where training goes on
+    """Write all that training needs to go on. If killed, `path` is still whole: the old file or the new.
+
+    Raises `TrainingFailed` if it cannot be written; then the old one stays.
+    """
+    unfinished = path.with_suffix(".tmp")
     content = {  # only types that `torch.load(..., weights_only=True)` accepts
         "format": FORMAT,
         "args": asdict(args),
@@ -794,8 +802,13 @@ def save_checkpoint(
         "optimizer": optimizer.state_dict(),
         "random": [torch.get_rng_state(), *torch.cuda.get_rng_state_all()],
     }
-    torch.save(content, path.with_suffix(".tmp"))
-    path.with_suffix(".tmp").replace(path)
+    try:
+        writer.flush()  # first, so that the curves have no gap where training goes on
+        torch.save(content, unfinished)
+        unfinished.replace(path)
+    except (OSError, RuntimeError) as error:  # the latter is torch's, for instance for a full disk
+        unfinished.unlink(missing_ok=True)
+        raise TrainingFailed(f"the checkpoint cannot be written: {error}") from error
 
 
 def load_checkpoint(path: str, agent: Any = None, optimizer: Any = None) -> tuple[Args, State]:
@@ -899,6 +912,11 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
     print("\n".join(plan(args) if args.plan else plan(args)[:5]), flush=True)
     if args.plan:
         return {}
+    try:
+        rollout, figures = Rollout(args, len(one_hot)), dict[str, float]()
+    except RuntimeError as error:  # torch's, where there is no memory for it
+        steps = f"{args.num_envs:,} x {args.num_steps:,} steps"
+        raise Refused(f"a rollout of {steps} finds no memory; lower --num-envs or --num-steps.") from error
     folder, writer = open_run(args, state)
     path = folder / "checkpoint.pt"
     resume = shlex.join(["python", sys.argv[0], "--resume", str(path)])
@@ -910,7 +928,6 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
 
     caught: list[int] = []
     handlers: dict[int, Any] = {n: signal.signal(n, catch) for n in (signal.SIGINT, signal.SIGTERM)}
-    rollout, figures = Rollout(args, len(one_hot)), dict[str, float]()
     learner = writer, agent, optimizer, state, args
     try:
         save_checkpoint(path, *learner)
@@ -939,7 +956,8 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
         if not caught:
             envs.close()
     except BaseException:
-        print(f"Failed after step {state.global_step:,}. Last checkpoint: {resume}", file=sys.stderr)
+        if path.exists():
+            print(f"Failed after step {state.global_step:,}. Last checkpoint: {resume}", file=sys.stderr)
         raise
     finally:
         for process in getattr(envs.unwrapped, "processes", ()):  # they may hang or be dead: no use in asking

@@ -805,6 +805,9 @@ BAD = {
     "--adapt clip-coef --surrogate kl-penalty": "--surrogate clip",
     "--resume none.pt": "none.pt",
     "--evaluate none.pt": "none.pt",
+    "--resume=": "empty",
+    "--evaluate=": "empty",
+    "--num-envs 100000 --num-steps 1000000": "lower --num-envs or --num-steps",
 }
 UNSAFE = {
     "--update-epochs 31": "--update-epochs",
@@ -900,6 +903,25 @@ def test_resume_and_evaluate_are_one_too_many(short: SimpleNamespace, main: Call
     assert_refused(main("--resume", path, "--evaluate", short.run / "checkpoint.pt"), tmp_path, "--evaluate")
 
 
+def test_no_other_checkpoint_is_overwritten(short: SimpleNamespace, main: Callable, tmp_path: Path) -> None:
+    """An earlier checkpoint, kept under another name, is trained on in a folder of its own only."""
+    later = copy_of(short, tmp_path / "copy")
+    early = shutil.copy(later, later.with_name("early.pt"))
+    before = later.read_bytes()
+    assert_refused(main("--resume", early, "--total-timesteps", 3000), tmp_path, "early.pt", str(later))
+    assert later.read_bytes() == before
+    assert main("--evaluate", early).returncode == 0
+    (tmp_path / "own").mkdir()
+    alone = shutil.move(early, tmp_path / "own")
+    assert main("--resume", alone, "--total-timesteps", 3000).returncode == 0
+    assert steps_done(tmp_path / "own/checkpoint.pt") >= 3000
+
+
+def test_an_evaluation_has_no_plan(short: SimpleNamespace, main: Callable, tmp_path: Path) -> None:
+    """--plan promises to do nothing, so that an evaluation cannot have it."""
+    assert_refused(main("--evaluate", short.run / "checkpoint.pt", "--plan"), tmp_path, "--plan")
+
+
 def test_refusals_in_a_process(short: SimpleNamespace, main: Callable, tmp_path: Path) -> None:
     """As a user sees them: exit status 2, one line, no traceback; tyro's words for wrong flags."""
     assert_refused(shell(tmp_path, "--env-id", "CartPol-v1"), tmp_path, "CartPole")
@@ -939,6 +961,29 @@ def test_training_fails(env_id: str, flags: str, reason: str, main: Callable, tm
     assert steps_done(checkpoint) <= failed_after <= steps_done(checkpoint) + ROWS
     assert "Traceback" not in failed.stdout + failed.stderr
     assert main("--evaluate", checkpoint).returncode == 0
+
+
+@pytest.mark.parametrize("good", [0, 2])
+def test_a_full_disk(good: int, main: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No traceback and no half file: the reason, and the last checkpoint, if there is one."""
+    save, left = torch.save, [good]
+
+    def fill(content: object, path: Path) -> None:
+        if left[0] == 0:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        left[0] -= 1
+        save(content, path)
+
+    monkeypatch.setattr(torch, "save", fill)
+    failed = main(*SMALL, "--total-timesteps", 2000, "--checkpoint-seconds", 1e-9)
+    reason = "the checkpoint cannot be written: [Errno 28] No space left on device"
+    assert failed.stderr.count("\n") == 1 + (good > 0)
+    if good:
+        assert 0 < steps_done(assert_failed(failed, tmp_path, reason)) <= ROWS
+    else:
+        assert (failed.returncode, failed.stderr) == (1, f"ppo.py: {reason}\n")
+    assert not [*tmp_path.rglob("*.tmp")]
 
 
 def test_first_reset_fails(main: Callable, tmp_path: Path) -> None:

@@ -293,6 +293,8 @@ COPIES = {
 - print("\n".join(plan(args) if args.plan else plan(args)[:5]), flush=True)
 + if rank == 0:
 + print("\n".join(plan(args) if args.plan else plan(args)[:5]), flush=True)
+- rollout, figures = Rollout(args, len(one_hot)), dict[str, float]()
++ rollout, figures = Rollout(args, agent, envs.num_envs), dict[str, float]()
 - folder, writer = open_run(args, state)
 - path = folder / "checkpoint.pt"
 - resume = shlex.join(["python", sys.argv[0], "--resume", str(path)])
@@ -314,9 +316,7 @@ COPIES = {
 + print(f"folder     {folder}", flush=True)
 + learner = writer, agent, optimizer, state, args
 + stopped = False
-- rollout, figures = Rollout(args, len(one_hot)), dict[str, float]()
 - learner = writer, agent, optimizer, state, args
-+ rollout, figures = Rollout(args, agent, envs.num_envs), dict[str, float]()
 - save_checkpoint(path, *learner)
 - rollout.obs[-1] = torch.as_tensor(attempt(envs.reset, seed=env_seed + state.global_step)[0])
 - first_step, start, saved, shown = state.global_step, time.monotonic(), time.monotonic(), 0.0
@@ -349,9 +349,8 @@ COPIES = {
 - envs.close()
 + if size > 1:
 + collective(dist.barrier)  # none leaves while another may still fail
-- print(f"Failed after step {state.global_step:,}. Last checkpoint: {resume}", file=sys.stderr)
-+ if rank == 0:
-+ print(f"Failed after step {state.global_step:,}. Last checkpoint: {resume}", file=sys.stderr)
+- if path.exists():
++ if rank == 0 and path.exists():
 - for process in getattr(envs.unwrapped, "processes", ()):  # they may hang or be dead: no use in asking
 - process.terminate()
 - envs.unwrapped.closed = True
