@@ -931,14 +931,14 @@ def train(args: Args) -> dict[str, dict[str, np.ndarray]]:
         print("\n".join(plan(args) if args.plan else plan(args)[:5]), flush=True)
     if args.plan:
         return {}
+    if size > 1 and device.type == "cuda":
+        torch.cuda.set_device(device)
     try:
         rollout, figures = Rollout(args, agent, envs.num_envs), dict[str, float]()
     except RuntimeError as error:  # torch's, where there is no memory for it
         steps = f"{args.num_envs:,} x {args.num_steps:,} steps"
         raise Refused(f"a rollout of {steps} finds no memory; lower --num-envs or --num-steps.") from error
     if size > 1:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         # After Adam: what that imports would else keep the group, and gloo's threads with it, to the end. A
         # thread that outlives Python may abort the process.
         collective(dist.init_process_group, "nccl" if device.type == "cuda" else "gloo")

@@ -293,6 +293,8 @@ COPIES = {
 - print("\n".join(plan(args) if args.plan else plan(args)[:5]), flush=True)
 + if rank == 0:
 + print("\n".join(plan(args) if args.plan else plan(args)[:5]), flush=True)
++ if size > 1 and device.type == "cuda":
++ torch.cuda.set_device(device)
 - rollout, figures = Rollout(args, len(one_hot)), dict[str, float]()
 + rollout, figures = Rollout(args, agent, envs.num_envs), dict[str, float]()
 - folder, writer = open_run(args, state)
@@ -300,8 +302,6 @@ COPIES = {
 - resume = shlex.join(["python", sys.argv[0], "--resume", str(path)])
 - print(f"folder     {folder}", flush=True)
 + if size > 1:
-+ if device.type == "cuda":
-+ torch.cuda.set_device(device)
 + # After Adam: what that imports would else keep the group, and gloo's threads with it, to the end. A
 + # thread that outlives Python may abort the process.
 + collective(dist.init_process_group, "nccl" if device.type == "cuda" else "gloo")
