@@ -850,15 +850,15 @@ def open_run(args: Args, state: State) -> tuple[Path, SummaryWriter]:
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
     folder = Path(args.resume).parent if args.resume else Path("runs") / re.sub(r"[^\w.+-]+", "_", name)
     try:
-        folder.mkdir(parents=True, exist_ok=bool(args.resume))
         if args.track:
             import wandb
 
             names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
             wandb.init(**names, id=folder.name, resume="allow", config=asdict(args), sync_tensorboard=True)
+        folder.mkdir(parents=True, exist_ok=bool(args.resume))
         writer = SummaryWriter(str(folder), purge_step=state.global_step + 1 if args.resume else None)
-    except OSError as error:
-        raise Refused(f"the run folder cannot be written: {error}.") from error
+    except Exception as error:  # wandb's are of kinds of its own
+        raise Refused(f"the run folder{', or W&B run,' * args.track} cannot be made: {error}.") from error
     if not args.resume:
         settings = {flag: "none" if value is None else value for flag, value in asdict(args).items()}
         table = "".join(f"|{flag}|{value}|\n" for flag, value in settings.items())

@@ -13,8 +13,10 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -1121,6 +1123,18 @@ def test_users_environment_in_the_script(flags: list[str], tmp_path: Path) -> No
     assert (done.returncode, done.stderr) == (0, "")
     assert "length 10.0" in done.stdout
     assert "__mine__" in only_run(tmp_path).name
+
+
+def test_wandb_refuses(main: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What W&B says, in one line, and no folder."""
+
+    def init(**_: object) -> None:
+        raise Exception("no API key")  # noqa: TRY002
+
+    wandb = types.ModuleType("wandb")
+    wandb.init, wandb.__spec__ = init, ModuleSpec("wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    assert_refused(main("--track", *SMALL), tmp_path, "W&B", "no API key")
 
 
 @pytest.mark.skipif(not find_spec("wandb"), reason="needs wandb")
