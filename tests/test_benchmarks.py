@@ -271,11 +271,27 @@ def test_ablation_table():
             results[name, task] = found(*shares)
     _, *rows = report.ablation_table(results)
     assert [row[0] for row in rows] == [experiments.ABLATED[tanh], experiments.ABLATED[default]]
-    assert rows[0][-1].startswith("0.00 ")
-    assert rows[1][-1] == ""
+    share = sum(1000 / report.BEST[env_id][0] for env_id in experiments.LOCOMOTION) / 3
+    assert rows[0][-1].startswith(f"**{3.5 * share:.2f}** [")
+    low, high = map(float, re.findall(r"[\d.]+", rows[1][-1].partition("[")[2]))
+    assert share <= low + 0.005 < 1.5 * share < high <= 2 * share + 0.005
     assert rows[1][2] == "1500.0 ± 707.1"
     del results[tanh, ("Walker2d-v5", 300_000)]
     assert len(list(report.ablation_table(results))) == 2
+
+
+def test_full_length_table():
+    """The defaults of each environment, then its entries as far as they were run, each seed's mean beside."""
+    env_id, (_, names) = next(iter(experiments.FULL_LENGTH.items()))
+    entry = f"mujoco-but-{names.split()[1]}"  # the first was not run
+    task = env_id, experiments.MUJOCO[env_id]
+    results = {("mujoco", task): [{"final": {"training": 1.0, "greedy": [2.0, 4.0]}}]}
+    results[entry, task] = [{"final": {"training": 10.0, "greedy": [20.0, 40.0 + x]}} for x in (0, 20)]
+    _, *rows = report.full_length_table(results)
+    assert rows == [
+        [env_id, "the defaults", "1", "1.00", "**3.0**", "3"],
+        [env_id, experiments.ABLATED[entry], "2", "10.0 ± 0.0", "**35.0 ± 7.1**", "30, 40"],
+    ]
 
 
 def test_candidates_table():
