@@ -1,0 +1,113 @@
+"""Keep what the scripts have in common the same text in each.
+
+    python tests/copies.py          # list what has drifted from ppo.py; exit status 1 if anything has
+    python tests/copies.py --fix    # write ppo.py's version into the other scripts
+
+A unit is a function, a method, the rest of a class, or an assignment, at the top level of a script. Units of
+ppo.py must stand word for word in every other script, but for those that `DIFFERENT` names: what differs on
+purpose, or has no place there. Fields of settings (`Args` and its groups) are compared one by one, by name and
+type; their defaults and texts may differ.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SETTINGS = ("Experiment", "Environment", "Algorithm", "Performance")
+DIFFERENT = {  # script: units of ppo.py that differ there on purpose, or are absent
+    "ppo_continuous.py": "FORMAT Agent Agent.__init__ Agent.act Agent.log_policy gumbel_noise log_prob",
+    "ppo_atari.py": "FORMAT",
+}
+
+
+def units(text: str) -> dict[str, tuple[int, int]]:
+    """The first and last line (from 0, exclusive) of each unit, by name; decorators and comments included."""
+    lines, found = text.splitlines(), {}
+
+    def add(name: str, node: ast.AST, end: int | None = None) -> None:
+        decorators = getattr(node, "decorator_list", [])
+        first = min([node.lineno, *(decorator.lineno for decorator in decorators)]) - 1
+        while lines[first - 1].lstrip().startswith("#") and not lines[first - 1].startswith("# -"):
+            first -= 1
+        found[name] = (first, node.end_lineno if end is None else end)
+
+    for node in ast.parse(text).body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            add(ast.unparse(target), node)
+        elif isinstance(node, ast.FunctionDef):
+            add(node.name, node)
+        elif isinstance(node, ast.ClassDef) and node.name not in SETTINGS:
+            methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+            head = methods[0].lineno - 1 - len(methods[0].decorator_list) if methods else node.end_lineno
+            add(node.name, node, head)
+            for method in methods:
+                add(f"{node.name}.{method.name}", method)
+    return found
+
+
+def fields(text: str) -> dict[str, str]:
+    """Types of the settings, by name."""
+    groups = [node for node in ast.parse(text).body if getattr(node, "name", None) in SETTINGS]
+    parts = [part for group in groups for part in group.body if isinstance(part, ast.AnnAssign)]
+    return {ast.unparse(part.target): ast.unparse(part.annotation) for part in parts}
+
+
+def cut(text: str, span: tuple[int, int]) -> str:
+    """The lines of a span, without blank ones at its end."""
+    return "\n".join(text.splitlines()[slice(*span)]).rstrip()
+
+
+def drifted(original: str, copy: str, different: set[str]) -> list[str]:
+    """What of the original the copy lacks, or has in other words."""
+    ours, theirs = units(original), units(copy)
+    names = [name for name in ours if name not in different]
+    wrong = [name for name in names if name not in theirs or cut(original, ours[name]) != cut(copy, theirs[name])]
+    types, other_types = fields(original), fields(copy)
+    return wrong + [f"--{name}" for name in types.keys() & other_types if types[name] != other_types[name]]
+
+
+def fixed(original: str, copy: str, different: set[str]) -> str:
+    """The copy with the original's version of every unit that drifted; one that it lacks is put in its place."""
+    previous = ""
+    for name, span in units(original).items():
+        places = units(copy)  # anew: every replacement moves the lines below it
+        lines, new = copy.splitlines(), cut(original, span).splitlines()
+        if name in different:
+            pass
+        elif name in places:
+            first, end = places[name]
+            blank = end - first - len(cut(copy, places[name]).splitlines())
+            lines[first:end] = new + [""] * blank
+        elif previous:
+            gap = [""] if "." in name else ["", ""]
+            lines[places[previous][1] : places[previous][1]] = [*gap, *new]
+        copy = "\n".join(lines) + "\n"
+        previous = name if name in units(copy) else previous
+    return copy
+
+
+def main() -> None:
+    """The command line."""
+    original = (ROOT / "ppo.py").read_text()
+    drift = False
+    for script, names in DIFFERENT.items():
+        path, different = ROOT / script, set(names.split())
+        copy = path.read_text()
+        if "--fix" in sys.argv:
+            copy = fixed(original, copy, different)
+            path.write_text(copy)
+        for name in drifted(original, copy, different):
+            drift = True
+            print(f"{script}: {name} is not as in ppo.py")
+        for name in sorted(different - units(original).keys()):
+            drift = True
+            print(f"tests/copies.py: ppo.py has no {name}")
+    sys.exit(drift)
+
+
+if __name__ == "__main__":
+    main()
