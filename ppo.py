@@ -29,6 +29,7 @@ Shapes: T steps per rollout, N environments, D numbers per observation, A action
 from __future__ import annotations
 
 import ast
+import atexit
 import json
 import math
 import multiprocessing
@@ -407,7 +408,8 @@ def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: Stat
     steps = [optimizer.state[p]["step"] for p in parameters]
     settings: Any = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-5, "weight_decay": 0.0, "amsgrad": False}
     # As tensors, the coefficients can change without compiling anew.
-    coefficients: Any = State(*(torch.tensor(getattr(state, name)) for name in COEFFICIENTS))
+    tensors: Any = [torch.tensor(getattr(state, name)) for name in COEFFICIENTS]
+    coefficients = State(*tensors)
 
     @partial(torch.compile, dynamic=True, fullgraph=True, options={"cpp_wrapper": True})
     def graph(batch: Batch) -> Tensor:
@@ -420,8 +422,8 @@ def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: Stat
         return metrics
 
     def step(batch: Batch) -> Tensor:
-        for name in COEFFICIENTS:
-            getattr(coefficients, name).fill_(getattr(state, name))
+        for tensor, name in zip(tensors, COEFFICIENTS, strict=True):
+            tensor.fill_(getattr(state, name))
         return graph(batch)
 
     return step
@@ -505,6 +507,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
             metrics |= update(agent, step, batch, args)
             state.global_step += len(batch.obs)
             run.log(metrics, rollout.episodes)
+        run.save()
     return run.finish(stop)
 
 
@@ -693,7 +696,7 @@ def say(text: str, end: str = "\n") -> None:
 class Run:
     """The folder of a run, with TensorBoard's curves and the checkpoint, and its progress on the terminal.
 
-    A `with` block ends with a checkpoint, or after an exception with the command to resume from the last one.
+    A `with` block closes the environments, and after an exception says how to resume.
     """
 
     def __init__(self, args: Args, envs: VectorEnv, agent: Agent, optimizer: Adam, state: State):
@@ -723,13 +726,13 @@ class Run:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self.envs.close()
+        hanging = {"terminate": True} if error and self.args.async_envs else {}
+        self.envs.close(**hanging)
         if sys.stdout.isatty():
             say("")
-        if error:
-            print(f"failed after {self.state.global_step:,} steps; to resume: {self.resume}", file=sys.stderr)
-        else:
-            self.save()
+        if error:  # at exit, which is after the traceback
+            failed = f"failed after {self.state.global_step:,} steps; last checkpoint: {self.resume}"
+            atexit.register(print, failed, file=sys.stderr)
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
         """Write an iteration's metrics to TensorBoard, print the progress, and save a checkpoint when due."""

@@ -1,28 +1,46 @@
-"""The figures: learning curves from the stored results, and two equations drawn by calling `ppo.py` itself.
+"""Draw the figures from the stored results, and two equations by calling `ppo.py` itself.
 
-`report.py` calls this. Each figure is made twice, for a light and for a dark page.
+    python benchmarks/figures.py
+
+Each figure is made for a light and for a dark page.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+import pandas as pd
 import torch
-from experiments import BREAKOUT, HERE, LOCOMOTION, MUJOCO, PONG, STUDIES, Study
+from experiments import (
+    BEST,
+    BREAKOUT,
+    CLASSIC,
+    EXPERIMENTS,
+    HERE,
+    LOCOMOTION,
+    MUJOCO,
+    PONG,
+    STUDIES,
+    Study,
+    Task,
+)
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from rliable.metrics import aggregate_mean
+from stored import ablation, curves, interval, load
 
 sys.path.insert(0, str(HERE.parent))
 import ppo
 
-FIGURES = HERE / "figures"
 THEMES = {"light": ("#ffffff", "#1f2328", "#d1d9e0"), "dark": ("#0d1117", "#f0f6fc", "#3d444d")}
-COLORS = ("#0d87d6", "#e8730c", "#1a9e77", "#c060b8", "#9a8000")  # tell apart on both, also when colour-blind
+COLORS = ("#0d87d6", "#e8730c", "#1a9e77", "#c060b8", "#9a8000")  # differ on both, also when colour-blind
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 AXIS = {
     "return": "return (last 100 episodes)",
@@ -30,163 +48,149 @@ AXIS = {
     "clip_fraction": "clip fraction",
     "entropy": "entropy, nats",
 }
+STEPS = "thousand steps"
+Panel = tuple[str, str, str]  # environment, quantity, unit of the x axis
 
 
-def table_of(results: list[dict[str, Any]], quantity: str) -> np.ndarray:
-    """[seeds, parts] of the stored curves; NaN where a part of one has no value."""
-    return np.array([result["curve"][quantity] for result in results], dtype=float)
+def draw_curve(axes: Axes, found: pd.DataFrame, quantity: str, unit: str, label: str, index: int) -> None:
+    """The mean over seeds as a line, and their range as a band, where all of them have a value."""
+    y = curves(found, quantity)
+    if unit == STEPS:
+        x = (np.arange(y.shape[1]) + 0.5) / y.shape[1] * found.steps.iloc[0] / 1000
+    else:
+        x = curves(found, "seconds").mean(0) / (60 if "minutes" in unit else 1)
+    complete = ~np.isnan(y).any(0)
+    x, y = x[complete], y[:, complete]
+    axes.plot(x, y.mean(0), color=COLORS[index], linestyle=STYLES[index], label=f"{label} (seeds: {len(y)})")
+    axes.fill_between(x, y.min(0), y.max(0), color=COLORS[index], alpha=0.18, linewidth=0)
 
 
-def curve(axes: Axes, x: np.ndarray, y: np.ndarray, index: int, label: str) -> None:
-    """The mean over seeds as a line, from where all of them have a value, and their range as a band."""
-    here = ~np.isnan(y).any(0)
-    low, mean, high = y[:, here].min(0), y[:, here].mean(0), y[:, here].max(0)
-    (line,) = axes.plot(x[here], mean, color=COLORS[index], linestyle=STYLES[index], label=label)
-    axes.fill_between(x[here], low, high, color=line.get_color(), alpha=0.18, linewidth=0)
-
-
-def study_figure(study: Study, tasks: list, results: dict) -> Figure:
-    """A column a task, a row a quantity."""
-    rows, columns = len(study.quantities), len(tasks)
-    figure = Figure(figsize=(max(2.7 * columns, 6.5), 2.4 * rows + 1), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for row, quantity in enumerate(study.quantities):
-        name, _, against = quantity.partition(" against ")
-        for column, (env_id, steps) in enumerate(tasks):
-            axes = grid[row][column]
-            for index, (entry, label) in enumerate(study.labels.items()):
-                found = results.get((entry, (env_id, steps)))
-                if not found:
-                    continue
-                y = table_of(found, name)
-                x = (np.arange(y.shape[1]) + 0.5) / y.shape[1] * steps / 1000
-                if against:
-                    x = table_of(found, "seconds").mean(0)
-                curve(axes, x, y, index, f"{label} ({len(found)} seeds)")
-            axes.set_xlabel("seconds, two runs at a time" if against else "thousand steps")
-            if name == "kl":
-                axes.set_yscale("log")
-            if column == 0:
-                axes.set_ylabel(AXIS[name])
-            if row == 0:
-                axes.set_title(env_id)
+def learning_curves(
+    results: pd.DataFrame,
+    labels: Mapping[str, str],  # by name of the experiment
+    panels: list[Panel],
+    columns: int,
+    title: str = "",
+    levels: Mapping[str, float] | None = None,  # a return to reach, by environment
+) -> Figure:
+    """A panel for each environment and quantity, with a curve for each experiment."""
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(max(2.7 * columns, 6.5), 2.3 * rows + 1.2), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    order = list(dict.fromkeys(labels.values()))
     handles: dict[str, Any] = {}
-    for axes in figure.axes:
-        handles |= {text: handle for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2 if columns < 3 else 3)
-    figure.suptitle(
-        f"{study.title}\nline: mean of the seeds; band: lowest to highest seed", fontsize="medium"
-    )
-    return figure
-
-
-def mujoco_figure(results: dict) -> Figure:
-    """Learning curves of continuous control, each beside the best published return."""
-    from report import BEST
-
-    figure = Figure(figsize=(9, 6.6), layout="constrained")
-    grid = figure.subplots(3, 4)
-    for axes, (env_id, steps) in zip(grid.flat, MUJOCO.items(), strict=False):
+    for axes, (env_id, quantity, unit) in zip(grid, panels, strict=False):
+        for name, label in labels.items():
+            found = results[(results.experiment == name) & (results.env_id == env_id)]
+            if len(found):
+                draw_curve(axes, found, quantity, unit, label, order.index(label))
+        if levels:
+            axes.axhline(levels[env_id], color=COLORS[1], linestyle="--", label="best published")
         axes.set_title(env_id, fontsize="medium")
-        axes.axhline(BEST[env_id][0], color=COLORS[1], linestyle="--", label="best published")
-        if ("mujoco", (env_id, steps)) not in results:
-            continue
-        y = table_of(results["mujoco", (env_id, steps)], "return")
-        x = (np.arange(y.shape[1]) + 0.5) / y.shape[1] * steps / 1000
-        curve(axes, x, y, 0, "ppo_continuous.py, with sampled actions")
-        seeds = "1 seed" if len(y) == 1 else f"{len(y)} seeds"
-        axes.set_title(f"{env_id}, {seeds}", fontsize="medium")
-    grid[-1][-1].axis("off")
-    grid[-1][-1].legend(*grid[0][0].get_legend_handles_labels(), loc="center")
-    figure.supxlabel("thousand steps", fontsize="medium")
-    figure.supylabel("return (last 100 episodes)", fontsize="medium")
-    figure.suptitle("line: mean of the seeds; band: lowest to highest seed", fontsize="medium")
+        axes.set_xlabel(unit)
+        axes.set_yscale("log" if quantity == "kl" else "linear")
+        handles |= {text: handle for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+    for axes, (_, quantity, _) in zip(grid[::columns], panels[::columns], strict=True):
+        axes.set_ylabel(AXIS[quantity])
+    for axes in grid[len(panels) :]:
+        axes.axis("off")
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(columns, 3))
+    figure.suptitle(f"{title}\nline: mean of the seeds; band: lowest to highest seed", fontsize="medium")
     return figure
 
 
-def ablation_figure(results: dict) -> Figure:
-    """The ablation of continuous control: returns over the best published, by entry, with intervals."""
-    from report import ablation, interval, over_published
-    from rliable.metrics import aggregate_mean
+def of_tasks(results: pd.DataFrame, tasks: list[Task]) -> pd.DataFrame:
+    """The runs of these tasks."""
+    return results[[task in tasks for task in zip(results.env_id, results.steps, strict=True)]]
 
-    over = {label: over_published(found) for label, found in ablation(results).values()}
-    ends = {label: interval(aggregate_mean, scores) for label, scores in over.items()}
-    labels = sorted(ends, key=lambda label: ends[label][0])
-    figure = Figure(figsize=(8, 1.6 + 0.25 * len(labels)), layout="constrained")
+
+def study_figure(results: pd.DataFrame, study: Study) -> Figure:
+    """A column per task, a row per quantity."""
+    panels = [(env_id, quantity, STEPS) for quantity in study.quantities for env_id, _ in study.tasks]
+    return learning_curves(
+        of_tasks(results, study.tasks), study.labels, panels, len(study.tasks), study.title
+    )
+
+
+def classic_figure(results: pd.DataFrame) -> Figure:
+    """Classic control beside Stable-Baselines3, against steps and against time."""
+    tasks = [task for task in CLASSIC if task != ("CartPole-v1", 500_000)]
+    labels = {"ppo": "ppo.py", "sb3-rl-zoo": "Stable-Baselines3, RL Zoo's settings"}
+    units = (STEPS, "seconds, two runs at a time")
+    panels = [(env_id, "return", unit) for unit in units for env_id, _ in tasks]
+    title = "ppo.py at its defaults, and Stable-Baselines3 with the RL Zoo's settings for each environment"
+    return learning_curves(of_tasks(results, tasks), labels, panels, len(tasks), title)
+
+
+def mujoco_figure(results: pd.DataFrame) -> Figure:
+    """Continuous control, with the best published returns."""
+    panels = [(env_id, "return", STEPS) for env_id, _ in MUJOCO]
+    levels = {env_id: best for env_id, (best, *_) in BEST.items()}
+    labels = {"mujoco": "ppo_continuous.py at its defaults, with sampled actions"}
+    return learning_curves(of_tasks(results, MUJOCO), labels, panels, 4, levels=levels)
+
+
+def atari_figure(results: pd.DataFrame) -> Figure:
+    """Atari games on a CPU: against steps, and Breakout against time."""
+    labels = dict.fromkeys(("atari-pong", "atari-breakout"), "ppo_atari.py")
+    labels["atari-sb3"] = "Stable-Baselines3"
+    panels = [(PONG, "return", STEPS), (BREAKOUT, "return", STEPS)]
+    panels += [(BREAKOUT, "return", "minutes on one core")]
+    return learning_curves(results, labels, panels, 3)
+
+
+def ablation_figure(results: pd.DataFrame) -> Figure:
+    """The ablation of continuous control: returns over the best published, with intervals."""
+    scores = ablation(results)
+    intervals = {name: interval(aggregate_mean, x) for name, x in scores.items()}
+    names = sorted(intervals, key=lambda name: intervals[name][0])
+    figure = Figure(figsize=(8, 1.6 + 0.25 * len(names)), layout="constrained")
     axes = figure.subplots()
-    for index, (env_id, marker) in enumerate(zip(LOCOMOTION, "^sv", strict=True)):
-        pairs = [(x, y) for y, label in enumerate(labels) for x in over[label][:, index]]
+    for index, ((env_id, _), marker) in enumerate(zip(LOCOMOTION, "^sv", strict=True)):
+        points = [(x, y) for y, name in enumerate(names) for x in scores[name][:, index]]
         style = {"color": COLORS[index + 1], "marker": marker, "alpha": 0.7, "s": 18}
-        axes.scatter(*zip(*pairs, strict=True), **style, label=f"{env_id}, a seed")
-    middle, low, high = np.array([ends[label] for label in labels]).T
-    style = {"color": COLORS[0], "fmt": "o", "label": "mean, with its 95% interval"}
-    axes.errorbar(middle, range(len(labels)), xerr=(middle - low, high - middle), **style)
-    axes.axvline(next(iter(ends.values()))[0], color="gray", linewidth=0.8, linestyle=":")
-    axes.set_yticks(range(len(labels)), labels)
-    axes.set_xlabel("return in training after 300,000 steps / the best published for PPO at 1M steps")
+        axes.scatter(*zip(*points, strict=True), **style, label=f"{env_id}, one seed")
+    middle, low, high = np.array([intervals[name] for name in names]).T
+    errors = {"xerr": (middle - low, high - middle), "color": COLORS[0], "fmt": "o"}
+    axes.errorbar(middle, range(len(names)), **errors, label="mean, with its 95% interval")
+    axes.axvline(intervals["mujoco"][0], color="gray", linewidth=0.8, linestyle=":")
+    axes.set_yticks(range(len(names)), [EXPERIMENTS[name].label for name in names])
+    axes.set_xlabel("return in training after 300,000 steps / the best published for PPO after 1M steps")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
 
-def atari_figure(results: dict) -> Figure:
-    """Learning curves of Atari games on the CPU: Pong and Breakout against steps, Breakout against time."""
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    columns = (PONG, "thousand steps"), (BREAKOUT, "thousand steps"), (BREAKOUT, "minutes on a core")
-    labels, peer = ("ppo_atari.py", "Stable-Baselines3"), "atari-sb3"
-    handles: dict[str, Any] = {}
-    for axes, (game, unit) in zip(figure.subplots(1, 3), columns, strict=True):
-        for (name, (env_id, steps)), found in results.items():
-            if name not in ("atari-pong", "atari-breakout", peer) or env_id != game:
-                continue
-            y = table_of(found, "return")
-            x = (np.arange(y.shape[1]) + 0.5) / y.shape[1] * steps / 1000
-            if unit != "thousand steps":
-                x = table_of(found, "seconds").mean(0) / 60
-            curve(axes, x, y, int(name == peer), labels[name == peer])
-        axes.set_title(game, fontsize="medium")
-        axes.set_xlabel(unit)
-        handles |= {text: handle for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2)
-    figure.supylabel("return (last 100 games)", fontsize="medium")
-    return figure
+def clipped_objective(ratios: np.ndarray, advantage: float, epsilon: float) -> list[float]:
+    """-`ppo_loss` of one transition, for each ratio of new to old probability."""
+    args = ppo.Args(norm_adv=False, vf_coef=0.0, ent_coef=0.0)
+    state = ppo.State(learning_rate=0.0, clip_coef=epsilon, kl_coef=0.0, ent_coef=0.0)
+    zero, action, old = torch.zeros(1), torch.zeros(1, dtype=torch.int64), 0.4
+    old_policy = torch.tensor([[old, 1 - old]]).log()
+    batch = ppo.Batch(zero, action, old_policy, zero, torch.tensor([advantage]), zero)
+    objective = []
+    for ratio in ratios:
+        policy = torch.tensor([[ratio * old, 1 - ratio * old]]).log()
+        agent: Any = SimpleNamespace(log_policy=lambda _, policy=policy: policy, value=lambda _: zero)
+        loss, _ = ppo.ppo_loss(agent, batch, args, state)
+        objective.append(-loss.item())
+    return objective
 
 
 def objective_figure() -> Figure:
-    """The clipped objective of one row against its ratio, for both signs of the advantage, by `ppo_loss`."""
+    """The clipped objective of one transition against its ratio, for both signs of the advantage."""
     figure = Figure(figsize=(8, 3.4), layout="constrained")
-    ratios, old, epsilon = torch.linspace(0.01, 2, 400), 0.4, 0.2
-    args = ppo.Args(norm_adv=False, vf_coef=0.0, ent_coef=0.0, clip_coef=epsilon)
-    state = ppo.State(learning_rate=0.0, clip_coef=epsilon, kl_coef=0.0, ent_coef=0.0)
+    ratios, epsilon = np.linspace(0.01, 2, 400), 0.2
     for axes, advantage in zip(figure.subplots(1, 2), (1.0, -1.0), strict=True):
-        objective = []
-        for ratio in ratios:
-            policy = torch.stack([ratio * old, 1 - ratio * old]).log().unsqueeze(0)
-            zero = torch.zeros(1)
-            batch = ppo.Batch(
-                obs=zero,
-                actions=torch.zeros(1, dtype=torch.int64),
-                policy=policy,
-                log_probs=torch.full((1,), old).log(),
-                values=zero,
-                advantages=torch.full((1,), advantage),
-                returns=zero,
-            )
-            loss, _ = ppo.ppo_loss(policy, zero, batch, state, args)
-            objective.append(-float(loss))
         axes.plot(ratios, advantage * ratios, color=COLORS[1], linestyle="--", label="$r A$, not clipped")
-        axes.plot(
-            ratios,
-            objective,
-            color=COLORS[0],
-            linewidth=2.5,
-            label=r"$L^{\mathrm{CLIP}}$, drawn by calling ppo_loss",
-        )
+        label = r"$L^{\mathrm{CLIP}}$, drawn by calling ppo_loss"
+        objective = clipped_objective(ratios, advantage, epsilon)
+        axes.plot(ratios, objective, color=COLORS[0], linewidth=2.5, label=label)
         axes.plot([1], [advantage], "o", color=COLORS[0])
         for edge in (1 - epsilon, 1 + epsilon):
             axes.axvline(edge, color="gray", linewidth=0.8, linestyle=":")
         axes.set_xticks([0, 1 - epsilon, 1, 1 + epsilon, 2], ["0", "1−ε", "1", "1+ε", "2"])
         axes.set_xlabel(r"ratio $r = \pi(a|s)\,/\,\pi_{\mathrm{old}}(a|s)$")
-        axes.set_ylabel("objective of one row")
+        axes.set_ylabel("objective of one transition")
         better = "more" if advantage > 0 else "less"
         axes.set_title(f"$A = {advantage:+.0f}$: the action should be {better} likely", fontsize="medium")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
@@ -194,7 +198,7 @@ def objective_figure() -> Figure:
 
 
 def gae_figure() -> Figure:
-    """What `compute_gae` makes of one episode's rewards and values for three λ."""
+    """The rewards and values of an episode, and its advantages by `compute_gae` for three λ."""
     steps = 12
     rewards = torch.zeros(steps, 1)
     rewards[4], rewards[9] = -0.5, 1.0
@@ -206,17 +210,12 @@ def gae_figure() -> Figure:
     top.bar(range(steps), rewards.squeeze(1), width=0.4, color=COLORS[1], label="reward $r_t$")
     top.plot(range(steps), values[:-1].squeeze(1), "o-", color=COLORS[2], label="the critic's value $V(s_t)$")
     top.set_ylabel("reward, value")
-    for index, gae_lambda in enumerate((0.0, 0.95, 1.0)):
+    notes = {0.0: r"one step, $\delta_t$", 0.95: "in between", 1.0: "the whole episode"}
+    for index, (gae_lambda, note) in enumerate(notes.items()):
         advantages, _ = ppo.compute_gae(rewards, values, terminated, truncated, 0.99, gae_lambda)
-        note = {0.0: r"one step, $\delta_t$", 1.0: "the whole episode"}.get(gae_lambda, "in between")
-        line = {"color": COLORS[(0, 3, 1)[index]], "linestyle": STYLES[(0, 1, 3)[index]]}
-        bottom.plot(
-            range(steps),
-            advantages.squeeze(1),
-            marker="o",
-            **line,
-            label=rf"$\lambda = {gae_lambda:g}$: {note}",
-        )
+        line = {"color": COLORS[(0, 3, 1)[index]], "linestyle": STYLES[index], "marker": "o"}
+        label = rf"$\lambda = {gae_lambda:g}$: {note}"
+        bottom.plot(range(steps), advantages.squeeze(1), label=label, **line)
     bottom.axhline(0, color="gray", linewidth=0.8)
     bottom.set_ylabel(r"advantage $A_t$ ($\gamma = 0.99$)")
     bottom.set_xlabel("step $t$ of an episode that ends after step 11")
@@ -225,11 +224,10 @@ def gae_figure() -> Figure:
     return figure
 
 
-def draw(results: dict) -> Iterator[Path]:
-    """Draw all figures into `FIGURES`; yield their paths."""
-    from report import tasks
-
-    FIGURES.mkdir(exist_ok=True)
+def draw(folder: Path) -> None:
+    """Draw all figures into the folder."""
+    folder.mkdir(exist_ok=True)
+    results = load()
     for theme, (background, text, lines) in THEMES.items():
         style = {
             "figure.facecolor": background, "axes.facecolor": background, "savefig.facecolor": background,
@@ -238,14 +236,13 @@ def draw(results: dict) -> Iterator[Path]:
             "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False, "font.size": 9,
         }  # fmt: skip
         with mpl.rc_context(style):
-            made = {
-                name: study_figure(study, list(tasks(study.tasks)), results)
-                for name, study in STUDIES.items()
-            }
-            made |= {"mujoco": mujoco_figure(results), "ablation": ablation_figure(results)}
-            made |= {"atari": atari_figure(results)}
+            made = {name: study_figure(results, study) for name, study in STUDIES.items()}
+            made |= {"classic": classic_figure(results), "mujoco": mujoco_figure(results)}
+            made |= {"atari": atari_figure(results), "ablation": ablation_figure(results)}
             made |= {"objective": objective_figure(), "gae": gae_figure()}
             for name, figure in made.items():
-                path = FIGURES / f"{name}-{theme}.png"
-                figure.savefig(path, dpi=130, metadata={"Software": None})
-                yield path
+                figure.savefig(folder / f"{name}-{theme}.png", dpi=130, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    draw(HERE / "figures")

@@ -1,14 +1,13 @@
 """Run the experiments of `experiments.py`, and store a small file for each run.
 
-    python benchmarks/run.py --dry-run           # what is there, what is missing, how long it may take
-    python benchmarks/run.py                     # run what is missing, a process a core
-    python benchmarks/run.py --only ppo/CartPole --seeds 3
+    python benchmarks/run.py --dry-run           # what is stored, and what is missing
+    python benchmarks/run.py                     # do the missing runs, one process per core
+    python benchmarks/run.py --only 'ppo/CartPole*/[123]'
     python benchmarks/run.py --print             # the missing runs as independent command lines
-    python benchmarks/run.py --check             # do the stored results still stand for this code?
+    python benchmarks/run.py --check             # do the scripts still train as when the results were made?
 
-Stop it at any time, or kill it, and start it again: finished runs are left alone, and interrupted ones of our
-scripts go on from their checkpoints (Stable-Baselines3's start anew). A run that another process is busy with
-is waited for, not done twice.
+It can be stopped or killed at any time. Started again, it does what is still missing. A run that another
+process is doing is waited for.
 """
 
 from __future__ import annotations
@@ -16,32 +15,31 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
-import importlib.util
+import importlib
 import io
 import json
-import operator
 import os
 import platform
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
-from datetime import timedelta
-from functools import partial
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from experiments import HERE, RESULTS, Experiment, Run, runs
+import tyro
+from experiments import HERE, RESULTS, Run, runs
 from filelock import FileLock
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT, WORK = HERE.parent, HERE / "unfinished"
+sys.path.insert(0, str(ROOT))  # where the scripts are
 POINTS = 50  # of a stored learning curve
 TAGS = {  # of a learning curve, by name in TensorBoard
     "charts/episodic_return_100": "return",
@@ -53,35 +51,30 @@ TAGS = {  # of a learning curve, by name in TensorBoard
 
 
 def write(path: Path, content: Any) -> None:
-    """Write JSON; if killed, `path` is as it was, or whole."""
+    """Write JSON with lists on one line. If the process is killed, the previous file is still there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
     text = re.sub(r"\[[^\[\]{}]*\]", lambda match: " ".join(match[0].split()), json.dumps(content, indent=1))
-    temporary.write_text(text + "\n")
-    temporary.replace(path)
+    path.with_suffix(".tmp").write_text(text + "\n")
+    path.with_suffix(".tmp").replace(path)
 
 
 def git(*command: str) -> str:
-    """What git prints about this repository; "" where there is none."""
+    """The output of git in this repository; "" if there is none."""
     done = subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 
 def provenance() -> dict[str, Any]:
     """What a result was made with: commit, versions and machine."""
-    cpu = platform.processor() or platform.machine()
+    cpu = platform.processor()
     with contextlib.suppress(OSError):
-        models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
-        cpu = models[0].partition(":")[2].strip() if models else cpu
+        cpu = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[0]
     packages = ("torch", "gymnasium", "numpy", "mujoco", "stable-baselines3")
+    system = f"{platform.system()} {platform.machine()}"
     return {
         "commit": git("rev-parse", "HEAD") or "unknown",
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
-        "machine": {
-            "cpu": cpu,
-            "cores": os.cpu_count(),
-            "system": f"{platform.system()} {platform.machine()}",
-        },
+        "machine": {"cpu": cpu, "cores": os.cpu_count(), "system": system},
     }
 
 
@@ -92,120 +85,75 @@ def thin(steps: np.ndarray, values: np.ndarray, total: int) -> list[float | None
     return [None if mean is None else float(f"{mean:.6g}") for mean in means]
 
 
-def seconds_of(walls: np.ndarray, starts: list[float]) -> np.ndarray:
-    """Seconds of work until each of the times `walls`, not counting pauses: sessions began at `starts`."""
-    session = np.searchsorted(starts, walls, side="right") - 1
-    lengths = [max(walls[session == n], default=start) - start for n, start in enumerate(starts)]
-    before = np.concatenate([[0.0], np.cumsum(lengths)[:-1]])
-    return walls - np.array(starts)[session] + before[session]
-
-
-def load_script(experiment: Experiment, folder: Path) -> Any:
-    """The experiment's script as a module; one whose text is changed lies in `folder`."""
-    text = (ROOT / experiment.script).read_text()
-    for old, new in experiment.changes:
-        if text.count(old) != 1:
-            raise SystemExit(f"{experiment.name} changes {old!r}, which {experiment.script} must have once")
-        text = text.replace(old, new)
-    path = (folder if experiment.changes else ROOT) / experiment.script
-    if experiment.changes:
-        path.write_text(text)
-    spec = importlib.util.spec_from_file_location(f"{path.stem} of {experiment.name}", path)
-    assert spec
-    assert spec.loader
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look
-    spec.loader.exec_module(module)
-    return module
-
-
-def train(run: Run, folder: Path) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """Train with one of our scripts in `folder`, or go on from the checkpoint there.
-
-    Returns the settings, the returns of the evaluations by mode, and TensorBoard's log.
-    """
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    script = load_script(run.experiment, folder)
-    args = script.tyro.cli(script.Args, args=run.flags)
-    settings, before = script.asdict(args), Path.cwd()
-    os.chdir(folder)
-    try:
-        if found := sorted(Path("runs").glob("*/checkpoint.pt"), key=lambda path: path.stat().st_mtime):
-            _, state = script.load_checkpoint(str(found[-1]))
-            finished = state.global_step >= run.steps  # killed during the evaluation, then
-            args = script.replace(args, **{"evaluate" if finished else "resume": str(found[-1])})
+def train(run: Run) -> tuple[Any, list[float], EventAccumulator]:
+    """Train with a script of ours in a temporary folder: settings, greedy returns, TensorBoard's log."""
+    script = importlib.import_module(run.experiment.script.removesuffix(".py"))
+    args = tyro.cli(script.Args, args=run.flags)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
         results = script.train(args)
-        newest = max(Path("runs").iterdir(), key=lambda path: path.stat().st_mtime)
-        log = EventAccumulator(str(newest), {"scalars": 0}).Reload()
-    finally:
-        os.chdir(before)
-    return settings, {mode: result["returns"].tolist() for mode, result in results.items()}, log
+        log = EventAccumulator(str(Path(results["checkpoint"]).parent), {"scalars": 0}).Reload()
+        os.chdir(ROOT)
+    return args, results["greedy_returns"].tolist(), log
 
 
-def run_ours(run: Run, folder: Path) -> dict[str, Any]:
-    """Train with one of our scripts, or go on from its checkpoint in `folder`; return figures and curve.
-
-    What another version of the script has begun is done anew.
-    """
-    begun = (folder / "sessions.txt").read_text().splitlines() if (folder / "sessions.txt").exists() else []
-    if any(line.split()[1:] != git("rev-parse", f"HEAD:{run.experiment.script}").split() for line in begun):
-        shutil.rmtree(folder / "runs", ignore_errors=True)
-        (folder / "sessions.txt").unlink()
-    with open(folder / "sessions.txt", "a") as file:
-        print(time.time(), git("rev-parse", f"HEAD:{run.experiment.script}"), file=file)
-    settings, returns, log = train(run, folder)
-    starts = [float(line.split()[0]) for line in (folder / "sessions.txt").read_text().splitlines()]
+def run_ours(run: Run) -> dict[str, Any]:
+    """Train with one of our scripts: settings, returns and learning curve."""
+    start = time.time()
+    args, greedy, log = train(run)
     curve = {}
     for tag, name in TAGS.items():
         logged = log.Scalars(tag)
-        steps, walls = np.array([x.step for x in logged]), np.array([x.wall_time for x in logged])
-        curve[name] = thin(steps, np.array([x.value for x in logged]), run.steps)
-        if tag == "losses/kl":  # is logged in every iteration
-            seconds = seconds_of(walls, starts)
-            curve["seconds"] = thin(steps, seconds, run.steps)
+        curve[name] = thin(np.array([x.step for x in logged]), np.array([x.value for x in logged]), run.steps)
+    logged = log.Scalars("losses/kl")  # in every iteration
+    seconds = np.array([x.wall_time for x in logged]) - start
+    curve["seconds"] = thin(np.array([x.step for x in logged]), seconds, run.steps)
     return {
-        "args": settings,
-        "sessions": len(starts),
+        "args": asdict(args),
         "seconds": round(float(seconds[-1]), 2),
-        "final": {"training": log.Scalars("charts/episodic_return_100")[-1].value, **returns},
+        "final": {"training": log.Scalars("charts/episodic_return_100")[-1].value, "greedy": greedy},
         "curve": curve,
     }
 
 
-def run_sb3(run: Run, folder: Path) -> dict[str, Any]:
-    """Train with Stable-Baselines3; return final figures and curve."""
-    logged, start = [], time.time()
+def sb3_envs(env_id: str, num_envs: int, seed: int | None = None) -> Any:
+    """Environments as Stable-Baselines3 has them."""
     import ale_py
-    import gymnasium
+    import gymnasium as gym
+    from stable_baselines3.common.env_util import make_atari_env, make_vec_env
+    from stable_baselines3.common.vec_env import VecFrameStack
+
+    if "NoFrameskip" not in env_id:
+        return make_vec_env(env_id, num_envs, seed=seed)
+    gym.register_envs(ale_py)
+    return VecFrameStack(make_atari_env(env_id, num_envs, seed), 4)
+
+
+def run_sb3(run: Run) -> dict[str, Any]:
+    """Train with Stable-Baselines3: settings, returns and learning curve."""
+    start = time.time()
     import torch
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
-    from stable_baselines3.common.env_util import make_atari_env, make_vec_env
     from stable_baselines3.common.evaluation import evaluate_policy
-    from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
+    from stable_baselines3.common.vec_env import VecNormalize
 
     settings = dict(run.experiment.settings[run.env_id])
     normalize, num_envs = settings.pop("normalize", False), settings.pop("n_envs")
-    scheduled = settings.pop("scheduled", run.steps)  # steps in which what is linear falls to 0
-    pixels = "NoFrameskip" in run.env_id
-    torch.set_num_threads(1)
-    gymnasium.register_envs(ale_py)
-
-    def make(number: int, seed: int) -> Any:
-        return (
-            VecFrameStack(make_atari_env(run.env_id, number, seed), 4)
-            if pixels
-            else make_vec_env(run.env_id, number, seed=seed)
-        )
-
+    scheduled = settings.pop("scheduled", run.steps)  # steps in which schedules reach 0
     for name, value in settings.items():
         if isinstance(value, str):  # "linear 0.001": from there to 0
-            settings[name] = partial(operator.mul, float(value.split()[1]))  # called with the share left
-    envs = make(num_envs, run.seed)
+            first = float(value.split()[1])
+            settings[name] = lambda remaining, first=first: first * remaining
+    torch.set_num_threads(1)
+    envs, evaluation = sb3_envs(run.env_id, num_envs, run.seed), sb3_envs(run.env_id, 10, run.seed + 1000)
     if normalize:
         envs = VecNormalize(envs, gamma=settings.get("gamma", 0.99))
-    policy = "CnnPolicy" if pixels else "MlpPolicy"
-    model = PPO(policy, envs, seed=run.seed, device="auto" if pixels else "cpu", **settings)
+        evaluation = VecNormalize(evaluation, training=False, norm_reward=False)
+        evaluation.obs_rms = envs.obs_rms
+    policy = "CnnPolicy" if "NoFrameskip" in run.env_id else "MlpPolicy"
+    model = PPO(policy, envs, seed=run.seed, device="cpu" if policy == "MlpPolicy" else "auto", **settings)
+    logged = []
 
     class Log(BaseCallback):
         def _on_step(self) -> bool:
@@ -216,193 +164,145 @@ def run_sb3(run: Run, folder: Path) -> dict[str, Any]:
             logged.append((model.num_timesteps, np.mean(returns or np.nan), time.time() - start))
 
     model.learn(scheduled, callback=Log())
-    evaluation = make(10, run.seed + 1000)
-    if normalize:
-        evaluation = VecNormalize(evaluation, training=False, norm_reward=False)
-        evaluation.obs_rms = envs.obs_rms
-    returns = {
-        mode: evaluate_policy(
-            model, evaluation, 10, deterministic=mode == "greedy", return_episode_rewards=True
-        )[0]
-        for mode in ("greedy", "stochastic")
-    }
-    steps, means, walls = np.array(logged).T
-    ended = ~np.isnan(means)
+    greedy, _ = evaluate_policy(model, evaluation, 10, return_episode_rewards=True)
+    steps, returns, seconds = np.array(logged).T
+    ended = ~np.isnan(returns)
     return {
         "args": run.experiment.settings[run.env_id] | {"env_id": run.env_id, "seed": run.seed},
-        "sessions": 1,
-        "seconds": round(float(walls[-1]), 2),
-        "final": {
-            "training": float(means[-1]),
-            **{mode: [float(r) for r in x] for mode, x in returns.items()},
-        },
+        "seconds": round(float(seconds[-1]), 2),
+        "final": {"training": float(returns[-1]), "greedy": [float(x) for x in greedy]},
         "curve": {
-            "return": thin(steps[ended], means[ended], run.steps),
-            "seconds": thin(steps, walls, run.steps),
+            "return": thin(steps[ended], returns[ended], run.steps),
+            "seconds": thin(steps, seconds, run.steps),
         },
     }
 
 
 def run_one(run: Run) -> None:
     """Do one run and store its result, unless it is stored."""
-    run.path.parent.mkdir(parents=True, exist_ok=True)
-    folder = WORK / run.name
-    folder.mkdir(parents=True, exist_ok=True)
-    # Another runner may be busy with it, or a process that outlived its runner.
-    with FileLock(folder / "lock"):
-        if run.path.exists():
-            return
-        about = {"run": run.name, **provenance()}
-        result = run_sb3(run, folder) if run.experiment.script == "sb3" else run_ours(run, folder)
-        write(run.path, about | result)
+    lock = WORK / run.name / "lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(lock):  # another process may be doing it
+        if not run.path.exists():
+            about = {"run": run.name, **provenance()}
+            result = run_sb3(run) if run.experiment.script == "sb3" else run_ours(run)
+            write(run.path, about | result)
+
+
+def command(run: Run) -> list[str]:
+    """The command line of one run."""
+    return [sys.executable, str(HERE / "run.py"), "--one", run.name]
 
 
 def work_through(todo: list[Run], jobs: int) -> int:
-    """Do the runs in as many processes at a time as `jobs`; return how many failed."""
+    """Do the runs, `jobs` at a time, each in its own process. Returns how many failed."""
     for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell started it in the background
         signal.signal(number, signal.default_int_handler)
-    total, waiting, failed, shown = len(todo), list(todo), 0, time.monotonic()
+    waiting, failed = list(todo), 0
     running: dict[subprocess.Popen, Run] = {}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 run = waiting.pop(0)
-                folder = WORK / run.name
-                folder.mkdir(parents=True, exist_ok=True)
-                with open(folder / "log.txt", "a") as log:
-                    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-                    process = subprocess.Popen(command(run), stdout=log, stderr=log, env=environment)
-                running[process] = run
+                log = WORK / run.name / "log.txt"
+                log.parent.mkdir(parents=True, exist_ok=True)
+                with open(log, "a") as file:
+                    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+                    running[subprocess.Popen(command(run), stdout=file, stderr=file, env=one_thread)] = run
             time.sleep(0.2)
             for process in [process for process in running if process.poll() is not None]:
                 run = running.pop(process)
-                failed += bool(process.returncode)
-                outcome = "done" if not process.returncode else f"failed, see {WORK / run.name / 'log.txt'}"
-                print(f"{total - len(waiting) - len(running):>4}/{total}  {run.name}  {outcome}", end="  ")
-                left = timedelta(seconds=round(estimate([*waiting, *running.values()]) / jobs))
-                print(f"{left} left", flush=True)
-                shown = time.monotonic()
-            if time.monotonic() - shown > 60:
-                names = ", ".join(run.name for run in running.values())
-                print(f"{total - len(waiting) - len(running):>4}/{total}  busy with {names}", flush=True)
-                shown = time.monotonic()
+                failed += process.returncode != 0
+                outcome = f"failed, see {WORK / run.name / 'log.txt'}" if process.returncode else "done"
+                print(
+                    f"{len(todo) - len(waiting) - len(running)}/{len(todo)}  {run.name}  {outcome}",
+                    flush=True,
+                )
     finally:
-        for process in running:  # after Ctrl-C or SIGTERM: our scripts save a checkpoint and end
-            process.terminate()
         for process in running:
-            process.wait()
+            process.terminate()
     return failed
 
 
-def command(run: Run) -> list[str]:
-    """The command line that does one run."""
-    return [sys.executable, str(HERE / "run.py"), "--one", run.name]
+def short_run(run: Run) -> dict[str, list[float]]:
+    """All that a short run logs but its speed, and its evaluation."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        _, greedy, log = train(run)
+    tags = [tag for tag in sorted(log.Tags()["scalars"]) if tag != "charts/SPS"]
+    return {tag: [event.value for event in log.Scalars(tag)] for tag in tags} | {"greedy": greedy}
 
 
-def estimate(todo: list[Run]) -> float:
-    """Seconds that the runs will take one after another, judged by stored ones, the likest for each."""
-    speeds: dict[Any, list[float]] = {}
-    for run in runs():
-        if run.path.exists():
-            speed = json.loads(run.path.read_text())["seconds"] / run.steps
-            for key in ((run.experiment.name, run.env_id), run.experiment.script, None):
-                speeds.setdefault(key, []).append(speed)
-    keys = (((run.experiment.name, run.env_id), run.experiment.script, None) for run in todo)
-    likest = (next((speeds[key] for key in three if key in speeds), [1e-4]) for three in keys)
-    return sum(float(np.median(speed)) * run.steps for run, speed in zip(todo, likest, strict=True))
+def check(selected: list[Run], committed: bool) -> bool:
+    """Repeat a short run of each experiment of ours, and compare it with the stored one, bit for bit.
 
-
-def short_run(run: Run) -> dict[str, Any]:
-    """All that a short run logs, by TensorBoard tag, but the time; and its evaluations."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        _, returns, log = train(run, Path(folder))
-    tags = sorted(tag for tag in log.Tags()["scalars"] if tag != "charts/SPS")
-    return {tag: [event.value for event in log.Scalars(tag)] for tag in tags} | returns
-
-
-def short_runs(selected: list[Run]) -> list[Run]:
-    """A short run of each experiment of ours, on its first environment."""
-    first: dict[str, Run] = {}
-    for run in runs():
-        first.setdefault(run.experiment.name, replace(run, steps=8_000, seed=1))
-    wanted = {run.experiment.name for run in selected if run.experiment.script != "sb3"}
-    return [run for name, run in first.items() if name in wanted]
-
-
-def check(selected: list[Run], committed: bool) -> int:
-    """Repeat a short run of each experiment and compare it with the stored one, bit for bit.
-
-    Where none is stored yet, it is stored, if the code is committed. Returns how many differ.
+    If none is stored and the code is committed, it is stored. A short run speaks for results of its commit
+    and of later ones. Returns whether any differs.
     """
-    path, differ = RESULTS / "short-runs.json", 0
+    path, differ = RESULTS / "short-runs.json", False
     stored = json.loads(path.read_text()) if path.exists() else {}
-    for run in short_runs(selected):
-        name, now = run.name, short_run(run)
+    for name in dict.fromkeys(run.experiment.name for run in selected if run.experiment.script != "sb3"):
+        group = [run for run in runs() if run.experiment.name == name]
+        now = short_run(replace(group[0], steps=8_000, seed=1))
         if name not in stored and not committed:
-            verdict = "new, not stored: commit the code first"
-        elif name not in stored:
-            stored[name] = provenance() | {"figures": now}
+            print(f"{name}: not stored, commit the code first", flush=True)
+            continue
+        if name not in stored:
+            stored[name] = provenance() | {"logged": now}
             write(path, stored)
-            verdict = "new, stored"
-        elif json.dumps(stored[name]["figures"]) == json.dumps(now):  # NaN, too, equals itself there
-            verdict = f"as at commit {stored[name]['commit'][:7]}"
-        else:
-            differ += 1
-            here, there = (
-                json.dumps({k: x[k] for k in ("versions", "machine")}) for x in (provenance(), stored[name])
-            )
-            verdict = f"DIFFERS from commit {stored[name]['commit'][:7]}"
-            verdict += "" if here == there else f", which ran on {there}; this is {here}"
-        print(f"{name}: {verdict}", flush=True)
-    if differ:
-        print("Remove the stored results of what differs, and its short runs, and run again.")
+        then = stored[name]
+        commits = [json.loads(run.path.read_text())["commit"] for run in group if run.path.exists()]
+        since = git("rev-list", f"{then['commit']}~1..HEAD").split()
+        covered = sum(commit in since for commit in commits)
+        same = json.dumps(then["logged"]) == json.dumps(now)  # as text, because NaN is not equal to itself
+        differ = differ or not same
+        print(f"{name}: {'as at' if same else 'DIFFERS from'} commit {then['commit'][:7]}, ", end="")
+        print(f"which speaks for {covered} of {len(commits)} stored results", flush=True)
     return differ
 
 
 def main() -> None:
-    """The command line. Exit status: 0 done, 1 runs failed or differ, 2 bad request, 130 stopped."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    """The command line. Exit status: 0 done, 1 runs failed or differ, 2 refused, 130 stopped."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--only", default="", help="runs whose name begins with this; * and ? as in a shell")
-    parser.add_argument("--seeds", type=int, help="at most this many seeds of each experiment")
-    parser.add_argument("--jobs", type=int, default=cores, help="processes at a time; default: a core each")
+    parser.add_argument(
+        "--only", default="", help="runs whose name begins with this, or is this with * and ?"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="processes at a time; default: cores"
+    )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--dry-run", action="store_true", help="say what is there and what is missing")
+    what.add_argument("--dry-run", action="store_true", help="list what is stored and what is missing")
     what.add_argument("--print", action="store_true", help="print missing runs as independent command lines")
     what.add_argument("--check", action="store_true", help="repeat short runs and compare them, bit for bit")
     what.add_argument("--one", metavar="RUN", help="do this run, in this process")
     options = parser.parse_args()
-    selected = [run for run in runs() if fnmatch.fnmatch(run.name, f"{options.only}*")]
-    if options.seeds is not None:
-        selected = [run for run in selected if run.seed < run.experiment.first_seed + options.seeds]
+    only = options.one or options.only
+    selected = [run for run in runs() if run.name.startswith(only) or fnmatch.fnmatch(run.name, only)]
     if options.one:
-        selected = [run for run in runs() if run.name == options.one]
-    todo = [run for run in selected if not run.path.exists()]
+        selected = [run for run in selected if run.name == only]
     if not selected:
-        parser.error(f"no run is called so; --dry-run lists all {len(runs())}")
-    if options.dry_run or options.print:
-        for run in todo if options.print else selected:
-            state = "stored " if run.path.exists() else "missing"
-            print(shlex.join(command(run)) if options.print else f"{state}  {run.name}")
-        if options.dry_run:
-            hours = timedelta(seconds=round(estimate(todo) / options.jobs))
-            print(f"{len(selected) - len(todo)} of {len(selected)} stored; the others take about {hours}")
-        return
-    code = sorted({"benchmarks/*.py", *(run.experiment.script for run in selected)} - {"sb3"})
-    changed = git("status", "--porcelain", "--", *code)
-    if options.check:
-        sys.exit(bool(check(selected, committed=not changed)))
-    if changed:
-        parser.error(f"a result names its commit: commit first what has changed: {' '.join(changed.split())}")
-    if options.one:
+        parser.error(f"no run has this name; --dry-run lists all {len(runs())}")
+    todo = [run for run in selected if not run.path.exists()]
+    changed = git("status", "--porcelain", "--", "ppo*.py", "benchmarks/*.py")
+    if options.print:
+        for run in todo:
+            print(shlex.join(command(run)))
+    elif options.dry_run:
+        for run in selected:
+            print("missing" if run in todo else "stored ", run.name)
+        print(f"{len(selected) - len(todo)} of {len(selected)} stored")
+    elif options.check:
+        sys.exit(check(selected, committed=not changed))
+    elif changed:
+        parser.error(f"a result names its commit, so commit first: {' '.join(changed.split())}")
+    elif options.one:
         run_one(selected[0])
-        return
-    try:
-        failed = work_through(todo, options.jobs)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    print(f"{len(selected) - failed} of {len(selected)} stored" + (f", {failed} failed" if failed else ""))
-    sys.exit(bool(failed))
+    else:
+        try:
+            failed = work_through(todo, options.jobs)
+        except KeyboardInterrupt:
+            sys.exit(130)
+        print(f"{len(selected) - failed} of {len(selected)} stored{f', {failed} failed' if failed else ''}")
+        sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

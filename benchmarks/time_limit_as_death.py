@@ -1,7 +1,6 @@
-"""Environments that report a time limit as an end: what PPO learns from if it mistakes the one for the other.
+"""Environments that report a time limit as a terminal state, for the study of this mistake.
 
-`ppo.py --env-id time_limit_as_death:TimeLimitAsDeath/MountainCar-v0` trains on one. Only the study of time
-limits uses them; no flag of the scripts brings this mistake back.
+python ppo.py --env-id time_limit_as_death:TimeLimitAsDeath/MountainCar-v0
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class TimeLimitAsDeath(gym.Wrapper):
 
 
 def make(env_id: str, **kwargs: Any) -> gym.Env:
-    """The environment `env_id`, time limit included, with its time limit as an end."""
+    """The environment, with its time limit as a terminal state."""
     return TimeLimitAsDeath(gym.make(env_id, **kwargs))
 
 

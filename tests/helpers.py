@@ -1,72 +1,207 @@
-"""What the tests of several scripts share: settings, random rollouts, and brute force in float64."""
+"""What the tests of the algorithm share: the scripts, random rollouts, and computations in float64."""
 
 import math
-from dataclasses import replace
-from types import SimpleNamespace
+from dataclasses import fields, replace
+from functools import partial
 
 import numpy as np
+import pytest
+import scipy.stats
 import torch
+from gymnasium import spaces
+from torch.distributions import Categorical, Independent, Normal
 from torch.optim import Adam
 
+import ppo
+import ppo_continuous
+
+D = 3  # numbers per observation
 PLAIN = {  # settings that these tests rely on, whatever the defaults are
-    "num_envs": 4,
-    "num_steps": 12,
-    "learning_rate": 3e-3,
-    "update_epochs": 3,
-    "num_minibatches": 2,
-    "surrogate": "clip",
-    "clip_coef": 0.2,
-    "clip_vloss": False,
-    "norm_adv": True,
-    "norm_obs": True,
-    "norm_rewards": True,
-    "recompute_advantages": False,
-    "target_kl": None,
-    "adapt": "none",
-    "ent_coef": 0.01,
-    "vf_coef": 0.5,
-    "kl_coef": 1.0,
-    "max_grad_norm": 0.5,
-    "gamma": 0.97,
-    "gae_lambda": 0.9,
-    "hidden_size": 64,
-}
+    "num_envs": 4, "num_steps": 12, "gamma": 0.97, "gae_lambda": 0.9, "hidden_size": 64,
+    "learning_rate": 3e-3, "anneal_lr": True, "update_epochs": 3, "num_minibatches": 2, "max_grad_norm": 0.5,
+    "surrogate": "clip", "clip_coef": 0.2, "kl_coef": 1.0, "clip_vloss": False, "vf_coef": 0.5,
+    "norm_adv": True, "norm_obs": True, "norm_rewards": True, "recompute_advantages": False,
+    "adapt": "none", "desired_kl": 0.02, "target_kl": None,
+    "ent_coef": 0.01, "anneal_ent_coef": False, "target_entropy": None,
+    "init_log_std": -0.5, "min_log_std": -20.0, "stagger": False,
+}  # fmt: skip
 
 
-def helpers_of(ppo):
-    """Helpers that call the functions of one script."""
+class Case:
+    """One script, and what is known of its policies."""
 
-    def make_args(**changes):
-        return replace(ppo.Args(), **PLAIN | changes)
+    def __init__(self, script, action_space):
+        self.script, self.action_space = script, action_space
 
-    def make_state(args):
-        return ppo.State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
+    def __repr__(self):
+        return self.script.__name__
 
-    def make_optimizer(agent):
-        return Adam([ppo.flatten_parameters(agent)], 0.123, eps=1e-5)  # `update` sets the learning rate
+    def make_args(self, **changes):
+        known = {setting.name for setting in fields(self.script.Args)}
+        plain = {name: value for name, value in PLAIN.items() if name in known}
+        return replace(self.script.Args(), **plain | changes)
 
-    def make_rollout(args, agent, seed=0, chance=0.2):
+    def make_state(self, args):
+        return self.script.State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
+
+    def new_agent(self, args, obs_space=None, action_space=None):
+        """An agent as a script makes it."""
+        obs_space = obs_space or spaces.Box(-np.inf, np.inf, (D,))
+        return self.script.Agent(args, obs_space, action_space or self.action_space)
+
+    def make_agent(self, args, seed=0, **given):
+        """An agent whose policy depends on what it sees, and whose statistics are not those of a new one."""
+        torch.manual_seed(seed)
+        agent = self.new_agent(args, **given)
+        size = len(agent.normalised)
+        with torch.no_grad():
+            agent.actor[-1].weight.mul_(60)
+            for layer in (*agent.actor[::2], *agent.critic[::2]):
+                layer.bias.normal_(std=0.1)
+        agent.obs_moments.update(0.5 + 2 * torch.randn(50, size))
+        agent.return_moments.update(1 + 3 * torch.randn(50, 1))
+        return agent
+
+    def make_rollout(self, args, agent, seed=0, chance=0.2):
         """A rollout of random observations and rewards, with actions that the agent has sampled."""
         rng = np.random.default_rng(seed)
-        own = [agent.num_actions] if hasattr(agent, "log_std") else []  # actions are vectors
-        rollout = ppo.Rollout(args, len(agent.one_hot), *own)
+        rollout = self.script.Rollout(args, agent)
         ends = random_ends(rng, args.num_steps, args.num_envs, chance)
-        rollout.terminated, rollout.truncated, rollout.valid = map(torch.from_numpy, ends)
-        rollout.obs.copy_(torch.from_numpy(1 + 2 * rng.normal(size=rollout.obs.shape)))
-        rollout.rewards.copy_(torch.from_numpy((0.3 + rng.normal(size=rollout.rewards.shape)) * ends[2]))
-        rollout.discounted_return.copy_(torch.from_numpy(rng.normal(size=args.num_envs)))
+        rollout.terminated[:], rollout.truncated[:], rollout.valid[:] = ends
+        rollout.obs[:] = 1 + 2 * rng.normal(size=rollout.obs.shape)
+        rollout.rewards[:] = 0.3 + rng.normal(size=rollout.rewards.shape)
+        rollout.discounted_returns[-1] = rng.normal(size=args.num_envs)
         torch.manual_seed(seed)
-        with torch.no_grad():
-            rollout.actions, policy = agent.act(rollout.obs[:-1], agent.noise(*rollout.rewards.shape))
-        rollout.acting_policy = policy[-1]
+        for t in range(args.num_steps):
+            with torch.no_grad():
+                actions, policy = agent.act(rollout.obs[t], self.noise(args.num_envs, self.num_actions))
+            rollout.actions[t], rollout.log_policy[t] = actions.numpy(), policy.numpy()
         return rollout
 
-    def learn(agent, rollout, args, seed=0, optimizer=None):
-        """`update` with its permutations seeded."""
-        torch.manual_seed(seed)
-        return ppo.update(agent, optimizer or make_optimizer(agent), rollout, make_state(args), args)
+    def begin(self, args, seed=10):
+        """Environments just reset, an agent and an empty rollout."""
+        envs = self.script.make_envs(args)
+        spaces_ = {"obs_space": envs.single_observation_space, "action_space": envs.single_action_space}
+        agent = self.make_agent(args, seed=3, **spaces_)
+        size = len(agent.normalised)
+        agent.obs_moments.mean.copy_(torch.linspace(11, 3, size))
+        agent.obs_moments.var.copy_(torch.linspace(1, 9, size))
+        rollout = self.script.Rollout(args, agent)
+        rollout.obs[-1], _ = envs.reset(seed=seed)
+        return envs, agent, rollout
 
-    return SimpleNamespace(**{name: value for name, value in locals().items() if name != "ppo"})
+    def make_step(self, agent, args, state=None, optimizer=None):
+        """What `update` calls with each minibatch."""
+        optimizer = optimizer or Adam(agent.parameters(), 99.0, self.betas, eps=1e-5)  # see the state for lr
+        state = state or self.make_state(args)
+        return partial(self.script.gradient_step, agent, optimizer, args, state)
+
+    def learn(self, agent, rollout, args, seed=0, step=None):
+        """An iteration's learning, with its permutations seeded."""
+        batch, *estimate, metrics = self.script.make_batch(agent, rollout, args)
+        torch.manual_seed(seed)
+        step = step or self.make_step(agent, args)
+        return metrics | self.script.update(agent, step, batch, *estimate, args)
+
+    def forward(self, network, x):
+        """What a network gives, in NumPy and float64."""
+        for layer in network[:-1:2]:
+            x = self.activation(x @ float64(layer.weight).T + float64(layer.bias))
+        return x @ float64(network[-1].weight).T + float64(network[-1].bias)
+
+    def policy(self, agent, obs, norm_obs=True):
+        """An agent's policy for raw observations [..., D]."""
+        return self.policy_of(self.forward(agent.actor, normalized(agent, obs, norm_obs)), agent)
+
+    def values(self, agent, obs, norm_obs=True):
+        """An agent's values [...] of raw observations [..., D]."""
+        return self.forward(agent.critic, normalized(agent, obs, norm_obs))[..., 0]
+
+
+class Discrete(Case):
+    """A policy is the vector log π(·|s)."""
+
+    activation = staticmethod(np.tanh)
+    num_actions, betas = 4, (0.9, 0.999)
+
+    def __init__(self, script):
+        super().__init__(script, spaces.Discrete(self.num_actions, start=3))
+
+    def noise(self, *shape):
+        return self.script.gumbel_noise(*shape)
+
+    def policy_of(self, logits, agent):
+        return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+    def distribution(self, policy):
+        return Categorical(logits=policy)
+
+    def random_policies(self, seed, rows, actions, scale):
+        """Two policies, and actions; in float64."""
+        generator = torch.Generator().manual_seed(seed)
+        logits = scale * torch.randn(2, rows, actions, generator=generator, dtype=torch.float64)
+        chosen = torch.randint(actions, (rows,), generator=generator)
+        old, new = torch.log_softmax(logits[0], -1), torch.log_softmax(logits[0] + 0.4 * logits[1], -1)
+        return old, new, chosen
+
+    def numpy_log_prob(self, policy, action):
+        return policy[action]
+
+    def numpy_entropy(self, policy):
+        return -np.exp(policy) @ policy
+
+    def numpy_kl(self, old, new):
+        return sum(math.exp(p) * (p - q) for p, q in zip(old, new, strict=True))
+
+
+class Continuous(Case):
+    """A policy is a vector of means, then log standard deviations."""
+
+    num_actions, betas = 2, (0.9, 0.99)
+
+    def __init__(self, script):
+        super().__init__(script, spaces.Box(-1, 1, (self.num_actions,)))
+
+    def noise(self, *shape):
+        return torch.randn(*shape)
+
+    def activation(self, x):
+        return np.where(x > 0, x, np.exp(np.minimum(x, 0)) - 1)  # ELU
+
+    def policy_of(self, means, agent):
+        return np.concatenate([means, np.broadcast_to(float64(agent.log_std), means.shape)], -1)
+
+    def distribution(self, policy):
+        mean, log_std = policy.chunk(2, -1)
+        return Independent(Normal(mean, log_std.exp()), 1)
+
+    def random_policies(self, seed, rows, actions, scale):
+        """Two policies, and actions that are near; in float64."""
+        generator = torch.Generator().manual_seed(seed)
+        numbers = torch.randn(5, rows, actions, generator=generator, dtype=torch.float64)
+        old = torch.cat([scale * numbers[0], numbers[1].clamp(-3, 1)], -1)
+        new = torch.cat([scale * numbers[0] + 0.2 * numbers[2], old[:, actions:] + 0.2 * numbers[3]], -1)
+        return old, new, scale * numbers[0] + old[:, actions:].exp() * numbers[4]
+
+    def numpy_log_prob(self, policy, action):
+        mean, log_std = np.split(policy, 2)
+        return scipy.stats.multivariate_normal.logpdf(action, mean, np.diag(np.exp(2 * log_std)))
+
+    def numpy_entropy(self, policy):
+        mean, log_std = np.split(policy, 2)
+        return scipy.stats.multivariate_normal.entropy(mean, np.diag(np.exp(2 * log_std)))
+
+    def numpy_kl(self, old, new):
+        """½ (tr Σ⁻¹Σ_old + (μ - μ_old)ᵀ Σ⁻¹ (μ - μ_old) - A + log (det Σ / det Σ_old))"""
+        (old_mean, old_log_std), (mean, log_std) = np.split(old, 2), np.split(new, 2)
+        inverse = np.diag(np.exp(-2 * log_std))
+        spread = np.trace(inverse @ np.diag(np.exp(2 * old_log_std))) - 2 * (old_log_std - log_std).sum()
+        return 0.5 * (spread + (mean - old_mean) @ inverse @ (mean - old_mean) - len(mean))
+
+
+DISCRETE, CONTINUOUS = Discrete(ppo), Continuous(ppo_continuous)
+CASES = [DISCRETE, CONTINUOUS]
+each_script = pytest.mark.parametrize("case", CASES, ids=repr)
 
 
 def random_ends(rng, steps, envs, chance):
@@ -83,47 +218,58 @@ def random_ends(rng, steps, envs, chance):
 
 
 def weights(agent):
+    """All parameters as one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in agent.parameters()]).clone()
+
+
+def chi_square(counts, probabilities):
+    """The p-value of counts, given the probabilities they come from."""
+    probabilities = probabilities.astype(np.float64)
+    expected = counts.sum() * probabilities / probabilities.sum()
+    return scipy.stats.chisquare(counts.flatten(), expected.flatten()).pvalue
 
 
 def float64(tensor):
     return tensor.detach().double().numpy()
 
 
-def brute_force_gae(rewards, values, terminated, truncated, gamma, lam):
-    """A_t = Σ_l (γλ)^l δ_{t+l}, each sum for itself, up to the episode's end or the last row."""
+def normalized(agent, obs, norm_obs=True):
+    """Raw observations [..., D] as the networks see them."""
+    obs = np.asarray(obs, np.float64)
+    if not norm_obs:
+        return obs
+    scaled = (obs - float64(agent.obs_moments.mean)) / np.sqrt(float64(agent.obs_moments.var) + 1e-8)
+    return np.clip(scaled, -10, 10)
+
+
+def direct_gae(rewards, values, terminated, truncated, gamma, gae_lambda):
+    """A_t = Σ_l (γλ)^l δ_{t+l}, each sum by itself, up to the episode's end or the last row."""
     advantages = np.zeros(rewards.shape)
     for t, n in np.ndindex(*rewards.shape):
         for step in range(t, len(rewards)):
             future = 0.0 if terminated[step, n] else gamma * values[step + 1, n]
             delta = rewards[step, n] + future - values[step, n]
-            advantages[t, n] += (gamma * lam) ** (step - t) * delta
+            advantages[t, n] += (gamma * gae_lambda) ** (step - t) * delta
             if terminated[step, n] or truncated[step, n]:
                 break
     return advantages
 
 
-def brute_force_rewards(agent, rollout, gamma):
-    """Rewards over the standard deviation of the discounted returns: the numbers that `update` should use."""
-    rewards, valid = float64(rollout.rewards), rollout.valid.numpy()
-    seen = []
-    for t, n in np.argwhere(valid):
-        total, step = 0.0, t
-        while step >= 0 and valid[step, n]:
-            total += gamma ** (t - step) * rewards[step, n]
-            step -= 1
-        seen.append(total + (gamma ** (t + 1) * float(rollout.discounted_return[n]) if step < 0 else 0))
-    old, count = agent.return_moments, float(agent.return_moments.count)
-    mean, var, new = float(old.mean), float(old.var), np.array(seen)
-    total = count + len(new)
-    whole_mean = (count * mean + new.sum()) / total
-    whole_var = (count * (var + mean**2) + (new**2).sum()) / total - whole_mean**2
-    return np.clip(rewards / math.sqrt(whole_var + 1e-8), -10, 10)
+class RewardScale:
+    """Rewards over the standard deviation of all discounted returns so far, one transition at a time."""
 
+    def __init__(self, agent, rollout, gamma):
+        """Continue from the statistics of an agent, and from the episodes under way in a rollout."""
+        self.gamma, self.running = gamma, float64(torch.from_numpy(rollout.discounted_returns[-1])).tolist()
+        moments = agent.return_moments
+        mean, std, count = moments.mean.item(), math.sqrt(moments.var.item()), int(moments.count.item())
+        self.seen = [mean - std, mean + std] * (count // 2)  # other numbers with the same moments
 
-def layer_pairs(agent, policy):
-    """Our layers, and those of Stable-Baselines3's policy in the same places."""
-    extractor = policy.mlp_extractor
-    actor = extractor.policy_net[0], extractor.policy_net[2], policy.action_net
-    critic = extractor.value_net[0], extractor.value_net[2], policy.value_net
-    return zip((*agent.actor, *agent.critic), (*actor, *critic), strict=True)
+    def scale(self, rewards, valid):
+        for t, n in np.ndindex(*rewards.shape):
+            if valid[t, n]:
+                self.running[n] = self.gamma * self.running[n] + float(rewards[t, n])
+                self.seen.append(self.running[n])
+            else:
+                self.running[n] = 0.0
+        return np.clip(rewards / math.sqrt(np.var(self.seen) + 1e-8), -10, 10)
