@@ -642,9 +642,6 @@ ADVICE = [  # name; after so many iterations in a row; in which this holds for t
     ("random", 10, lambda m: m["relative_entropy"] > 0.95 and m["progress"] > 0.5
      and m["ent_coef"] > 0 and m["max_kl"] > 1e-6,
      "entropy within 5% of its maximum after half of training: the policy is still random; lower --ent-coef"),
-    ("unlearnt", 10, lambda m: m["relative_entropy"] > 0.95 and m["progress"] > 0.5
-     and m["ent_coef"] == 0 and m["max_kl"] > 1e-6,
-     "entropy within 5% of its maximum after half of training, without a bonus: do actions affect rewards?"),
     ("rewards", 1, lambda m: m["reward_range"] > 1000,
      "a reward is over 1000 times the median: the others hardly count; clip rewards in the environment"),
     ("mismatch", 1, lambda m: m["policy_mismatch"] > 1e-4,
@@ -673,13 +670,12 @@ def diagnose(metrics: dict[str, float], args: Args, state: State) -> list[str]:
 def plan(args: Args) -> str:
     """What a run with these settings does."""
     size, steps = args.num_envs * args.num_steps, args.update_epochs * args.num_minibatches
-    return (
-        f"{args.env_id}: {args.total_timesteps:,.0f} steps, rounded up to whole rollouts, seed {args.seed}\n"
-        f"rollout    {args.num_envs} environments x {args.num_steps} steps = {size:,} transitions\n"
-        f"update     {args.update_epochs} epochs x {args.num_minibatches} minibatches = {steps} steps\n"
-        f"schedules  learning rate {args.learning_rate:g}{' to 0' * args.anneal_lr}, adapt {args.adapt}, "
-        f"entropy coefficient {args.ent_coef:g}{' to 0' * args.anneal_ent_coef}"
-    )
+    lr = f"{args.learning_rate:g}{' to 0' * args.anneal_lr}"
+    ent_coef = f"{args.ent_coef:g}{' to 0' * args.anneal_ent_coef}"
+    return f"""{args.env_id}: {args.total_timesteps:,.0f} steps, rounded up to rollouts, seed {args.seed}
+rollout    {args.num_envs} environments x {args.num_steps} steps = {size:,} transitions
+update     {args.update_epochs} epochs x {args.num_minibatches} minibatches = {steps} gradient steps
+schedules  learning rate {lr}, adapt {args.adapt}, entropy coefficient {ent_coef}"""
 
 
 # ------------------------------------------------- Logging and checkpoints ---------------------------------
@@ -709,9 +705,10 @@ class Run:
             if args.track:
                 import wandb
 
-                names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
-                config = {"id": folder.name, "resume": "allow", "config": asdict(args)}
-                wandb.init(**names, **config, sync_tensorboard=True)
+                wandb.init(
+                    project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
+                    name=folder.name, id=folder.name, resume="allow", sync_tensorboard=True,
+                )  # fmt: skip
             # On --resume, TensorBoard drops what was logged after the checkpoint: nothing appears twice.
             purge_step = state.global_step + 1 if args.resume else None
             self.writer: Any = SummaryWriter(str(folder), max_queue=1000, purge_step=purge_step)
@@ -781,15 +778,14 @@ class Run:
 
     def finish(self, stop: Sequence[int]) -> dict[str, Any]:
         """Evaluate, unless training was stopped, and say what can be done next. Returns the results."""
-        results: dict[str, Any] = {"checkpoint": str(self.path)}
-        results["training_return"] = float(np.mean(self.state.recent_returns or math.nan))
-        more = ""
+        training_return = float(np.mean(self.state.recent_returns or math.nan))
+        results: dict[str, Any] = {"checkpoint": str(self.path), "training_return": training_return}
         if not stop:
             returns = results["greedy_returns"] = evaluate(self.path, self.args)
             self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
             say(f"curves     tensorboard --logdir {self.path.parent.parent}")
             say(f"watch      {self.resume.replace('--resume', '--evaluate')} --capture-video")
-            more = f" --total-timesteps {2 * self.args.total_timesteps:.0f}"
+        more = "" if stop else f" --total-timesteps {2 * self.args.total_timesteps:.0f}"
         say(f"resume     {self.resume}{more}")
         self.writer.close()
         return results
@@ -797,12 +793,13 @@ class Run:
 
 def print_progress(args: Args, state: State, kl: float, speed: float, messages: list[str]) -> None:
     """Print a line that fits 80 columns, and advice. On a terminal, the line is updated in place."""
-    recent, live = state.recent_returns, sys.stdout.isatty()
-    returns = f"return {np.mean(recent):.1f}" if recent else "no episode finished yet"
-    step, total = state.global_step, args.total_timesteps
-    line = f"{step:>11,} steps {step / total:4.0%}  {returns}  KL {kl:.4f}"
+    step, total, live = state.global_step, args.total_timesteps, sys.stdout.isatty()
+    mean = (
+        f"return {np.mean(state.recent_returns):.1f}" if state.recent_returns else "no episode finished yet"
+    )
+    line = f"{step:>11,} steps {step / total:4.0%}  {mean}  KL {kl:.4f}"
     if speed > 0:
-        left = int(max(total - step, 0) / speed)
+        left = max(int((total - step) / speed), 0)
         line += f"  {speed:,.0f}/s  {left // 60}:{left % 60:02} left"
     say(f"\r{line:<79.79}" if live else line, end="" if live and not messages else "\n")
     for message in messages:
@@ -892,8 +889,8 @@ BOUNDS = {  # settings outside these are nonsense
     "num_envs num_minibatches hidden_size num_threads eval_episodes update_epochs": (1, 1e6),
     "total_timesteps eval_max_steps": (1, 1e15),
     "num_steps": (2, 1e6),  # a rollout of one step may hold nothing but filler rows
-    "gamma gae_lambda": (0, 1),
     "learning_rate clip_coef max_grad_norm desired_kl target_kl checkpoint_seconds log_seconds": (1e-12, 1e6),
+    "gamma gae_lambda": (0, 1),
     "ent_coef vf_coef kl_coef target_entropy": (0, 1e6),
     "seed": (0, 2**32 - 1),
 }

@@ -30,6 +30,7 @@ Shapes: T steps per rollout, N environments, D numbers per observation, A per ac
 from __future__ import annotations
 
 import ast
+import atexit
 import json
 import math
 import multiprocessing
@@ -443,7 +444,8 @@ def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: Stat
     eps = optimizer.defaults["eps"]
     settings: Any = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": 0.0, "amsgrad": False}
     # As tensors, the coefficients can change without compiling anew.
-    coefficients: Any = State(*(torch.tensor(getattr(state, name)) for name in COEFFICIENTS))
+    tensors: Any = [torch.tensor(getattr(state, name)) for name in COEFFICIENTS]
+    coefficients = State(*tensors)
 
     @partial(torch.compile, dynamic=True, fullgraph=True, options={"cpp_wrapper": True})
     def graph(batch: Batch) -> Tensor:
@@ -456,8 +458,8 @@ def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: Stat
         return metrics
 
     def step(batch: Batch) -> Tensor:
-        for name in COEFFICIENTS:
-            getattr(coefficients, name).fill_(getattr(state, name))
+        for tensor, name in zip(tensors, COEFFICIENTS, strict=True):
+            tensor.fill_(getattr(state, name))
         return graph(batch)
 
     return step
@@ -550,6 +552,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
                 continue  # the first rollout only sets the normalisers: learning never sees raw observations
             metrics = data_metrics | update(agent, step, batch, estimate, args)
             run.log(metrics, rollout.episodes)
+        run.save()
     return run.finish(stop)
 
 
@@ -692,7 +695,8 @@ ADVICE = [  # name; after so many iterations in a row; in which this holds for t
      "clip fraction > 0.4: most samples are clipped and no longer hold the policy; lower --learning-rate"),
     ("idle", 20, lambda m: m["progress"] < 0.5 and m["kl"] < 1e-6 and m["max_kl"] < 1,
      "KL < 1e-6 in the first half of training: the policy hardly changes; raise --learning-rate"),
-    ("critic", 20, lambda m: m["progress"] > 0.1 and m["explained_variance"] < 0 and m["critic_error"] > 0.1,
+    ("critic", 20, lambda m: m["explained_variance"] < 0 and m["critic_error"] > 0.1
+     and m["progress"] > 0.1 and m["max_kl"] < 1,
      "explained variance < 0: the critic is worse than a constant; raise --vf-coef"),
     ("narrow", 10, lambda m: m["std_min"] < 0.02 and m["max_kl"] < 1,
      "a standard deviation < 0.02, where 1 is half of a range: exploration has stopped; raise --min-log-std"),
@@ -728,13 +732,12 @@ def diagnose(metrics: dict[str, float], args: Args, state: State) -> list[str]:
 def plan(args: Args) -> str:
     """What a run with these settings does."""
     size, steps = args.num_envs * args.num_steps, args.update_epochs * args.num_minibatches
-    return (
-        f"{args.env_id}: {args.total_timesteps:,.0f} steps, rounded up to whole rollouts, seed {args.seed}\n"
-        f"rollout    {args.num_envs} environments x {args.num_steps} steps = {size:,} transitions\n"
-        f"update     {args.update_epochs} epochs x {args.num_minibatches} minibatches = {steps} steps\n"
-        f"schedules  learning rate {args.learning_rate:g}{' to 0' * args.anneal_lr}, adapt {args.adapt}, "
-        f"entropy coefficient {args.ent_coef:g}{' to 0' * args.anneal_ent_coef}"
-    )
+    lr = f"{args.learning_rate:g}{' to 0' * args.anneal_lr}"
+    ent_coef = f"{args.ent_coef:g}{' to 0' * args.anneal_ent_coef}"
+    return f"""{args.env_id}: {args.total_timesteps:,.0f} steps, rounded up to whole rollouts, seed {args.seed}
+rollout    {args.num_envs} environments x {args.num_steps} steps = {size:,} transitions
+update     {args.update_epochs} epochs x {args.num_minibatches} minibatches = {steps} gradient steps
+schedules  learning rate {lr}, adapt {args.adapt}, entropy coefficient {ent_coef}"""
 
 
 # ------------------------------------------------- Logging and checkpoints ---------------------------------
@@ -751,7 +754,7 @@ def say(text: str, end: str = "\n") -> None:
 class Run:
     """The folder of a run, with TensorBoard's curves and the checkpoint, and its progress on the terminal.
 
-    A `with` block ends with a checkpoint, or after an exception with the command to resume from the last one.
+    A `with` block closes the environments, and after an exception says how to resume.
     """
 
     def __init__(self, args: Args, envs: VectorEnv, agent: Agent, optimizer: Adam, state: State):
@@ -764,9 +767,10 @@ class Run:
             if args.track:
                 import wandb
 
-                names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
-                config = {"id": folder.name, "resume": "allow", "config": asdict(args)}
-                wandb.init(**names, **config, sync_tensorboard=True)
+                wandb.init(
+                    project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
+                    name=folder.name, id=folder.name, resume="allow", sync_tensorboard=True,
+                )  # fmt: skip
             # On --resume, TensorBoard drops what was logged after the checkpoint: nothing appears twice.
             purge_step = state.global_step + 1 if args.resume else None
             self.writer: Any = SummaryWriter(str(folder), max_queue=1000, purge_step=purge_step)
@@ -781,13 +785,13 @@ class Run:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self.envs.close()
+        hanging = {"terminate": True} if error and self.args.async_envs else {}
+        self.envs.close(**hanging)
         if sys.stdout.isatty():
             say("")
-        if error:
-            print(f"failed after {self.state.global_step:,} steps; to resume: {self.resume}", file=sys.stderr)
-        else:
-            self.save()
+        if error:  # at exit, which is after the traceback
+            failed = f"failed after {self.state.global_step:,} steps; last checkpoint: {self.resume}"
+            atexit.register(print, failed, file=sys.stderr)
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
         """Write an iteration's metrics to TensorBoard, print the progress, and save a checkpoint when due."""
@@ -836,15 +840,14 @@ class Run:
 
     def finish(self, stop: Sequence[int]) -> dict[str, Any]:
         """Evaluate, unless training was stopped, and say what can be done next. Returns the results."""
-        results: dict[str, Any] = {"checkpoint": str(self.path)}
-        results["training_return"] = float(np.mean(self.state.recent_returns or math.nan))
-        more = ""
+        training_return = float(np.mean(self.state.recent_returns or math.nan))
+        results: dict[str, Any] = {"checkpoint": str(self.path), "training_return": training_return}
         if not stop:
             returns = results["greedy_returns"] = evaluate(self.path, self.args)
             self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
             say(f"curves     tensorboard --logdir {self.path.parent.parent}")
             say(f"watch      {self.resume.replace('--resume', '--evaluate')} --capture-video")
-            more = f" --total-timesteps {2 * self.args.total_timesteps:.0f}"
+        more = "" if stop else f" --total-timesteps {2 * self.args.total_timesteps:.0f}"
         say(f"resume     {self.resume}{more}")
         self.writer.close()
         return results
@@ -852,12 +855,13 @@ class Run:
 
 def print_progress(args: Args, state: State, kl: float, speed: float, messages: list[str]) -> None:
     """Print a line that fits 80 columns, and advice. On a terminal, the line is updated in place."""
-    recent, live = state.recent_returns, sys.stdout.isatty()
-    returns = f"return {np.mean(recent):.1f}" if recent else "no episode finished yet"
-    step, total = state.global_step, args.total_timesteps
-    line = f"{step:>11,} steps {step / total:4.0%}  {returns}  KL {kl:.4f}"
+    step, total, live = state.global_step, args.total_timesteps, sys.stdout.isatty()
+    mean = (
+        f"return {np.mean(state.recent_returns):.1f}" if state.recent_returns else "no episode finished yet"
+    )
+    line = f"{step:>11,} steps {step / total:4.0%}  {mean}  KL {kl:.4f}"
     if speed > 0:
-        left = int(max(total - step, 0) / speed)
+        left = max(int((total - step) / speed), 0)
         line += f"  {speed:,.0f}/s  {left // 60}:{left % 60:02} left"
     say(f"\r{line:<79.79}" if live else line, end="" if live and not messages else "\n")
     for message in messages:
@@ -947,8 +951,8 @@ BOUNDS = {  # settings outside these are nonsense
     "num_envs num_minibatches hidden_size num_threads eval_episodes update_epochs": (1, 1e6),
     "total_timesteps eval_max_steps": (1, 1e15),
     "num_steps": (2, 1e6),  # a rollout of one step may hold nothing but filler rows
-    "gamma gae_lambda": (0, 1),
     "learning_rate clip_coef max_grad_norm desired_kl target_kl checkpoint_seconds log_seconds": (1e-12, 1e6),
+    "gamma gae_lambda": (0, 1),
     "ent_coef vf_coef kl_coef": (0, 1e6),
     "target_entropy": (-1e6, 1e6),
     "init_log_std min_log_std": (-20, 3),

@@ -6,8 +6,8 @@
 
 Each run is a process of its own, with one thread (Atari: all cores). The speed is that of the training loop
 from the second iteration on: without the start, compiling and the evaluation. Ours log to TensorBoard, and the
-times of these events are used; Stable-Baselines3 logs nothing. On a busy machine, speeds say
-little; the ratio of neighbouring runs says more.
+times of these events are used; Stable-Baselines3 logs nothing. On a busy machine, speeds say little; the ratio
+of neighbouring runs says more.
 """
 
 from __future__ import annotations
