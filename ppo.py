@@ -373,6 +373,7 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, dict[
         "explained_variance": 1 - (errors.var(correction=0) / batch.returns.var(correction=0)).item(),
         "critic_error": (errors.square().mean() / batch.returns.square().mean()).sqrt().item(),
         "relative_entropy": (entropy(batch.log_policy).mean() / math.log(agent.num_actions)).item(),
+        "reward_max": rewards.abs().max().item(),
         "reward_range": float(sizes.max() / np.median(sizes)) if len(sizes) else 1.0,
         "policy_mismatch": (agent.log_policy(batch.obs) - batch.log_policy).abs().max().item(),
     }
@@ -406,7 +407,9 @@ def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: Stat
     averages = [optimizer.state[p]["exp_avg"] for p in parameters]
     squares = [optimizer.state[p]["exp_avg_sq"] for p in parameters]
     steps = [optimizer.state[p]["step"] for p in parameters]
-    settings: Any = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-5, "weight_decay": 0.0, "amsgrad": False}
+    beta1, beta2 = optimizer.defaults["betas"]
+    eps = optimizer.defaults["eps"]
+    settings: Any = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": 0.0, "amsgrad": False}
     # As tensors, the coefficients can change without compiling anew.
     tensors: Any = [torch.tensor(getattr(state, name)) for name in COEFFICIENTS]
     coefficients = State(*tensors)
@@ -642,7 +645,7 @@ ADVICE = [  # name; after so many iterations in a row; in which this holds for t
     ("random", 10, lambda m: m["relative_entropy"] > 0.95 and m["progress"] > 0.5
      and m["ent_coef"] > 0 and m["max_kl"] > 1e-6,
      "entropy within 5% of its maximum after half of training: the policy is still random; lower --ent-coef"),
-    ("rewards", 1, lambda m: m["reward_range"] > 1000,
+    ("rewards", 1, lambda m: m["reward_range"] > 1000 and m["reward_max"] >= 10,
      "a reward is over 1000 times the median: the others hardly count; clip rewards in the environment"),
     ("mismatch", 1, lambda m: m["policy_mismatch"] > 1e-4,
      "acting and learning policies differ by > 1e-4: check what you changed, or use --device cpu"),
@@ -853,7 +856,7 @@ def load_policy(path: str | Path, device: str = "cpu") -> Callable:
 
     @torch.inference_mode()
     def policy(obs: Any, sample: bool = False) -> Any:
-        single = np.shape(obs) == space.shape or space.contains(obs)
+        single = space.contains(obs) if space.shape is None else np.shape(obs) == space.shape
         batch = [obs] if single else iterate(batch_space(space), obs)
         flat = np.stack([np.asarray(gym.spaces.flatten(space, item)) for item in batch])
         noise = gumbel_noise(len(flat), agent.num_actions).to(device) if sample else 0.0

@@ -406,6 +406,7 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, Calla
         "std_min": agent.log_std.exp().min().item(),
         "std_max": agent.log_std.exp().max().item(),
         "outside": float(((unclipped < agent.low) | (unclipped > agent.high)).mean()),
+        "reward_max": rewards.abs().max().item(),
         "reward_range": float(sizes.max() / np.median(sizes)) if len(sizes) else 1.0,
         "policy_mismatch": (agent.log_policy(batch.obs) - batch.log_policy).abs().max().item(),
     }
@@ -704,7 +705,7 @@ ADVICE = [  # name; after so many iterations in a row; in which this holds for t
      "a standard deviation > 3, where 1 is half of a range: lower --ent-coef if above 0, or --learning-rate"),
     ("outside", 10, lambda m: m["outside"] > 0.8,
      "over 80% of actions are clipped: most noise has no effect; lower --init-log-std or --learning-rate"),
-    ("rewards", 1, lambda m: m["reward_range"] > 1000,
+    ("rewards", 1, lambda m: m["reward_range"] > 1000 and m["reward_max"] >= 10,
      "a reward is over 1000 times the median: the others hardly count; clip rewards in the environment"),
     ("mismatch", 1, lambda m: m["policy_mismatch"] > 1e-4,
      "acting and learning policies differ by > 1e-4: check what you changed, or use --device cpu"),
@@ -734,7 +735,7 @@ def plan(args: Args) -> str:
     size, steps = args.num_envs * args.num_steps, args.update_epochs * args.num_minibatches
     lr = f"{args.learning_rate:g}{' to 0' * args.anneal_lr}"
     ent_coef = f"{args.ent_coef:g}{' to 0' * args.anneal_ent_coef}"
-    return f"""{args.env_id}: {args.total_timesteps:,.0f} steps, rounded up to whole rollouts, seed {args.seed}
+    return f"""{args.env_id}: {args.total_timesteps:,.0f} steps, rounded up to rollouts, seed {args.seed}
 rollout    {args.num_envs} environments x {args.num_steps} steps = {size:,} transitions
 update     {args.update_epochs} epochs x {args.num_minibatches} minibatches = {steps} gradient steps
 schedules  learning rate {lr}, adapt {args.adapt}, entropy coefficient {ent_coef}"""

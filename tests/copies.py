@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = ("Experiment", "Environment", "Algorithm", "Performance")
 DIFFERENT = {  # script: units of ppo.py that differ there on purpose, or are absent
     "ppo_continuous.py": "mlp Agent.__init__ Agent.log_policy Agent.act gumbel_noise log_prob entropy "
-    "kl_divergence Batch Rollout.__init__ collect_rollout make_batch compile_gradient_step update train "
+    "kl_divergence Batch Rollout.__init__ collect_rollout make_batch update train "
     "make_envs ADVICE FORMAT load_policy BOUNDS check_args",
     "ppo_atari.py": "FORMAT",
 }
