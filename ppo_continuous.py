@@ -11,18 +11,18 @@
     python ppo_continuous.py --evaluate runs/<run>/checkpoint.pt --capture-video
 
 It trains on any Gymnasium environment with `Box` actions and observations that flatten to a vector. To
-use your own, register it and name it (`--env-id my_module:MyEnv-v0`), or copy this file and change
-`make_env`.
-
-The file has two halves. The first is PPO, in the order of the paper; it ends with `train`, the paper's
-Algorithm 1. The second, which can be skipped, is what training needs around it.
+use your own, register it and name it (`--env-id my_module:MyEnv-v0`), or copy this file and change make_env.
 
   [PPO]     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
-  [GAE]     Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE", arXiv:1506.02438
+  [GAE]     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
+            Estimation", arXiv:1506.02438
   [Limits]  Pardo et al. 2018, "Time Limits in Reinforcement Learning", arXiv:1712.00378
   [Matters] Engstrom et al. 2020, "Implementation Matters in Deep Policy Gradients", arXiv:2005.12729
   [Study]   Andrychowicz et al. 2021, "What Matters In On-Policy Reinforcement Learning?", arXiv:2006.05990
   [37]      Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog
+
+This file has two halves. The first is PPO, in the order of the paper; it ends with `train`, the paper's
+Algorithm 1. The second, which can be skipped, is what training needs around it.
 
 Shapes: T steps per rollout, N environments, D numbers per observation, A per action, B transitions per batch.
 """
@@ -66,12 +66,12 @@ from torch.utils.tensorboard.summary import hparams
 @dataclass
 class Experiment:  # the comments are the texts of --help
     exp_name: str = Path(__file__).stem  # part of the run folder's name
-    seed: int = 1  # of everything random; on the CPU, the same seed gives the same curves, bit for bit
+    seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
     plan: bool = False  # only print what the run would do, and which advice it may give
     resume: str | None = None  # resume from this checkpoint; other flags override its settings
     evaluate: str | None = None  # only evaluate this checkpoint, greedily
     eval_episodes: int = 10  # episodes of an evaluation
-    eval_max_steps: int = 10_000  # cut the episodes of an evaluation here: some environments never end
+    eval_max_steps: int = 10_000  # maximum steps per evaluation episode: some environments never end
     checkpoint_seconds: float = 60.0  # time between checkpoints; one is also written at the start and the end
     log_seconds: float = 10.0  # time between progress lines when the output is not a terminal
     capture_video: bool = False  # record the evaluation in the run folder (needs moviepy)
@@ -91,13 +91,13 @@ class Environment:
 
 @dataclass
 class Algorithm:
-    total_timesteps: float = 1_000_000  # total number of transitions; 1e6 works, too
+    total_timesteps: float = 1_000_000  # total number of transitions, for example 1e6
     num_steps: int = 256  # T: steps of each environment per rollout
     learning_rate: float = 3e-4  # Adam's step size; with --adapt learning-rate, its upper limit
     anneal_lr: bool = True  # decay the learning rate linearly to 0
     gamma: float = 0.99  # γ: discount factor
     gae_lambda: float = 0.95  # λ: trades bias (0) against variance (1) of the advantages
-    update_epochs: int = 10  # K: epochs, passes over each rollout
+    update_epochs: int = 10  # K: passes over each rollout
     num_minibatches: int = 32  # minibatches per epoch, one gradient step each
     norm_adv: bool = False  # normalise the advantages of each minibatch to mean 0, standard deviation 1
     recompute_advantages: bool = True  # before each epoch, with the current critic ([Study], §3.5)
@@ -294,7 +294,7 @@ METRICS = "policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", 
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tensor, Tensor]:
-    """The loss to minimise ([PPO], equation 9, negated), and the first 6 of METRICS [6]."""
+    """The loss to minimise ([PPO], equation 9, negated), and METRICS but the last [6]."""
     log_policy, values = agent.log_policy(batch.obs), agent.value(batch.obs)
     advantages = batch.advantages
     if args.norm_adv:
@@ -324,9 +324,9 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tens
 class Rollout:
     """T steps of N environments, in arrays that are reused: the next rollout starts where this one ends.
 
-    obs[t+1] is always the state that (obs[t], actions[t]) led to, even where an episode ends. The step after
-    that one ignores the action and only resets the environment (Gymnasium's AutoresetMode.NEXT_STEP). Such a
-    filler row is not a transition: `valid` is False, and nothing is learnt from it.
+    When step t ends an episode, obs[t+1] is its last state, not the first of the next one. Step t+1 then ignores
+    its action and only resets the environment (Gymnasium's AutoresetMode.NEXT_STEP). Such a filler row is not a
+    transition: `valid` is False, and nothing is learnt from it.
     """
 
     def __init__(self, args: Args, agent: Agent):
@@ -414,7 +414,7 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, Calla
 
 
 def compute_gradient(agent: Agent, batch: Batch, args: Args, state: State) -> Tensor:
-    """Give the parameters the clipped gradient of the loss. Returns METRICS [7]."""
+    """Backpropagate the loss and clip the gradient's norm. Returns METRICS [7]."""
     loss, metrics = ppo_loss(agent, batch, args, state)
     loss.backward()
     # foreach=True is not compiled: with it, a compiled gradient step takes 1.5 times as long.
@@ -429,41 +429,6 @@ def gradient_step(agent: Agent, optimizer: Adam, args: Args, state: State, batch
     optimizer.param_groups[0]["lr"] = state.learning_rate
     optimizer.step()
     return metrics
-
-
-def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: State) -> Callable:
-    """`gradient_step` as one graph. Adam is a function here: `optimizer.step()` cannot be part of a graph."""
-    torch._dynamo.config.trace_autograd_ops = True  # or `backward` could not be part of it, either
-    parameters: Any = [p for p in agent.parameters() if p.requires_grad]
-    for p in parameters:
-        zeros = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        optimizer.state[p] = optimizer.state[p] or zeros
-    averages = [optimizer.state[p]["exp_avg"] for p in parameters]
-    squares = [optimizer.state[p]["exp_avg_sq"] for p in parameters]
-    steps = [optimizer.state[p]["step"] for p in parameters]
-    beta1, beta2 = optimizer.defaults["betas"]
-    eps = optimizer.defaults["eps"]
-    settings: Any = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": 0.0, "amsgrad": False}
-    # As tensors, the coefficients can change without compiling anew.
-    tensors: Any = [torch.tensor(getattr(state, name)) for name in COEFFICIENTS]
-    coefficients = State(*tensors)
-
-    @partial(torch.compile, dynamic=True, fullgraph=True, options={"cpp_wrapper": True})
-    def graph(batch: Batch) -> Tensor:
-        metrics = compute_gradient(agent, batch, args, coefficients)
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        lr = coefficients.learning_rate
-        with torch.no_grad():
-            adam(parameters, gradients, averages, squares, [], steps, lr=lr, maximize=False, **settings)
-        agent.zero_grad()
-        return metrics
-
-    def step(batch: Batch) -> Tensor:
-        for tensor, name in zip(tensors, COEFFICIENTS, strict=True):
-            tensor.fill_(getattr(state, name))
-        return graph(batch)
-
-    return step
 
 
 @torch.no_grad()
@@ -502,17 +467,17 @@ def adjust_coefficients(state: State, args: Args, metrics: dict[str, float]) -> 
     if not metrics:
         return
     kl, desired_kl = metrics["kl"], args.desired_kl
-    excess = (kl > 1.5 * desired_kl) - (kl < desired_kl / 1.5)  # 1: too far, -1: not far enough, 0: fine
-    if args.adapt == "kl-coef":  # [PPO], §4
-        state.kl_coef = min(max(state.kl_coef * 2.0**excess, 1e-4), 1e4)
+    direction = (kl > 1.5 * desired_kl) - (kl < desired_kl / 1.5)  # 1: KL too large, -1: too small, 0: fine
+    if args.adapt == "kl-coef":  # [PPO], §4: β is doubled or halved
+        state.kl_coef = min(max(state.kl_coef * 2.0**direction, 1e-4), 1e4)
     elif args.adapt == "clip-coef":
-        state.clip_coef = min(max(state.clip_coef * 0.5**excess, 0.01), 0.3)
+        state.clip_coef = min(max(state.clip_coef / 2.0**direction, 0.01), 0.3)
     elif args.adapt == "learning-rate":  # Rudin et al. 2022, and RSL-RL
-        state.learning_rate = min(max(state.learning_rate / 1.5**excess, 1e-5), scheduled_lr)
+        state.learning_rate = min(max(state.learning_rate / 1.5**direction, 1e-5), scheduled_lr)
     if args.target_entropy is not None:
         surplus = metrics["entropy"] - args.target_entropy
-        excess = (surplus > 0.05) - (surplus < -0.05)
-        state.ent_coef = min(max(state.ent_coef / 1.1**excess, 1e-5), 10.0)
+        direction = (surplus > 0.05) - (surplus < -0.05)
+        state.ent_coef = min(max(state.ent_coef / 1.1**direction, 1e-5), 10.0)
 
 
 def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
@@ -576,13 +541,51 @@ def refuse(wrong: object, reason: str) -> None:
 
 @contextmanager
 def refuse_errors(reason: str, *kinds: type[Exception], about: str = "") -> Iterator[None]:
-    """Raise `Refused` in the place of exceptions of these kinds whose text contains `about`."""
+    """Raise `Refused` instead of exceptions of these kinds whose text contains `about`."""
     try:
         yield
     except kinds as error:
         if about not in str(error):
             raise
         raise Refused(f"{reason}: {' '.join(str(error).split())[:300] or repr(error)}") from error
+
+
+# ------------------------------------------------- Compiling ------------------------------------------------
+
+
+def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: State) -> Callable:
+    """`gradient_step` as one graph. Adam is a function here: `optimizer.step()` cannot be part of a graph."""
+    torch._dynamo.config.trace_autograd_ops = True  # or `backward` could not be part of it, either
+    parameters: Any = [p for p in agent.parameters() if p.requires_grad]
+    for p in parameters:
+        zeros = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        optimizer.state[p] = optimizer.state[p] or zeros
+    averages = [optimizer.state[p]["exp_avg"] for p in parameters]
+    squares = [optimizer.state[p]["exp_avg_sq"] for p in parameters]
+    steps = [optimizer.state[p]["step"] for p in parameters]
+    beta1, beta2 = optimizer.defaults["betas"]
+    eps = optimizer.defaults["eps"]
+    settings: Any = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": 0.0, "amsgrad": False}
+    # As tensors, the coefficients can change without compiling anew.
+    tensors: Any = [torch.tensor(getattr(state, name)) for name in COEFFICIENTS]
+    coefficients = State(*tensors)
+
+    @partial(torch.compile, dynamic=True, fullgraph=True, options={"cpp_wrapper": True})
+    def graph(batch: Batch) -> Tensor:
+        metrics = compute_gradient(agent, batch, args, coefficients)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        lr = coefficients.learning_rate
+        with torch.no_grad():
+            adam(parameters, gradients, averages, squares, [], steps, lr=lr, maximize=False, **settings)
+        agent.zero_grad()
+        return metrics
+
+    def step(batch: Batch) -> Tensor:
+        for tensor, name in zip(tensors, COEFFICIENTS, strict=True):
+            tensor.fill_(getattr(state, name))
+        return graph(batch)
+
+    return step
 
 
 # ------------------------------------------------- Environments --------------------------------------------
@@ -603,7 +606,7 @@ def parse_kwargs(text: str) -> dict[str, Any]:
         if text.startswith("{"):
             return json.loads(text)
         call: Any = ast.parse(f"dict({text})", mode="eval").body
-        refuse(call.args, f"--env-kwargs is {text}, without a name and =")
+        refuse(call.args, f"--env-kwargs is {text}; every argument needs a name, as in name=value")
         return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
 
 
@@ -617,7 +620,6 @@ class FlatEnv(gym.wrappers.FlattenObservation):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def step(self, action: Any) -> tuple:
-        """As of any environment."""
         try:
             obs, *rest = super().step(action)
             if len(obs) != self.size:
@@ -654,7 +656,7 @@ def make_envs(args: Args) -> VectorEnv:
     env.close()
     obs, actions, spec = env.observation_space, env.action_space, env.unwrapped.spec
     image = len(obs.shape or ()) > 1 and obs.dtype == np.uint8
-    refuse(image, f"{args.env_id} has images as observations: no script here trains on those, but on Atari's")
+    refuse(image, f"{args.env_id} has images as observations, which are supported for Atari games only")
     other = ": use ppo.py" if isinstance(actions, gym.spaces.Discrete) else ""
     real = isinstance(actions, gym.spaces.Box) and actions.dtype.kind == "f" and 0 not in actions.shape
     refuse(not real, f"its actions are {actions}, not a Box of real numbers{other}")
@@ -691,9 +693,10 @@ def seed_everything(seed: int) -> int:
 ADVICE = [  # name; after so many iterations in a row; in which this holds for the metrics; what to do
     ("explosion", 1, lambda m: m["kl"] > 1,
      "KL > 1 in one iteration: the update was far too large; start again with a lower --learning-rate"),
-    ("kl", 5, lambda m: m["kl"] > 0.05, "KL > 0.05: updates are too large; lower --learning-rate"),
-    ("clipping", 10, lambda m: m["clipfrac"] > 0.4,
-     "clip fraction > 0.4: most samples are clipped and no longer hold the policy; lower --learning-rate"),
+    ("kl", 5, lambda m: m["kl"] > m["kl_limit"],
+     "KL > 0.05, or than twice --desired-kl: updates are too large; lower --learning-rate"),
+    ("clipping", 10, lambda m: m["clipped"] > 0.4,
+     "clip fraction > 0.4: the ratio is outside 1 ± ε too often; lower --learning-rate"),
     ("idle", 20, lambda m: m["progress"] < 0.5 and m["kl"] < 1e-6 and m["max_kl"] < 1,
      "KL < 1e-6 in the first half of training: the policy hardly changes; raise --learning-rate"),
     ("critic", 20, lambda m: m["explained_variance"] < 0 and m["critic_error"] > 0.1
@@ -719,6 +722,8 @@ def diagnose(metrics: dict[str, float], args: Args, state: State) -> list[str]:
     state.max_kl = max(state.max_kl, metrics["kl"])
     metrics = metrics | {"max_kl": state.max_kl, "progress": state.global_step / args.total_timesteps}
     metrics["ent_coef"] = state.ent_coef
+    metrics["clipped"] = metrics["clipfrac"] if args.surrogate == "clip" else 0.0
+    metrics["kl_limit"] = 0.05 if args.adapt == "none" else max(0.05, 2 * args.desired_kl)
     metrics["improvement"] = float(np.mean(state.recent_returns or math.nan)) - state.first_return
     messages = []
     for name, iterations, applies, text in ADVICE:
@@ -736,7 +741,7 @@ def plan(args: Args) -> str:
     lr = f"{args.learning_rate:g}{' to 0' * args.anneal_lr}"
     ent_coef = f"{args.ent_coef:g}{' to 0' * args.anneal_ent_coef}"
     return f"""{args.env_id}: {args.total_timesteps:,.0f} steps, rounded up to rollouts, seed {args.seed}
-rollout    {args.num_envs} environments x {args.num_steps} steps = {size:,} transitions
+rollout    {args.num_envs} environments x {args.num_steps} steps = {size:,} transitions, less those that reset
 update     {args.update_epochs} epochs x {args.num_minibatches} minibatches = {steps} gradient steps
 schedules  learning rate {lr}, adapt {args.adapt}, entropy coefficient {ent_coef}"""
 
@@ -762,7 +767,8 @@ class Run:
         self.args, self.envs, self.agent, self.optimizer, self.state = args, envs, agent, optimizer, state
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.path = Path(args.resume or Path("runs", re.sub(r"[^\w.-]+", "_", name), "checkpoint.pt"))
-        self.resume = shlex.join(["python", sys.argv[0], "--resume", str(self.path)])
+        trusted = ["--env-id", args.env_id] if ":" in args.env_id else []  # see `main`
+        self.resume = shlex.join(["python", sys.argv[0], *trusted, "--resume", str(self.path)])
         folder = self.path.parent
         with refuse_errors(f"cannot start a run in {folder}", Exception):
             if args.track:
@@ -791,7 +797,7 @@ class Run:
         if sys.stdout.isatty():
             say("")
         if error:  # at exit, which is after the traceback
-            failed = f"failed after {self.state.global_step:,} steps; last checkpoint: {self.resume}"
+            failed = f"failed after {self.state.global_step:,} steps; resume with: {self.resume}"
             atexit.register(print, failed, file=sys.stderr)
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
@@ -800,7 +806,9 @@ class Run:
         if not self.start:  # the first iteration may compile: speed is measured from its end
             self.start, self.first_step = now, state.global_step
         speed = (state.global_step - self.first_step) / max(now - self.start, 1e-9)
-        scalars = {f"losses/{name}": value for name, value in metrics.items()} | {"charts/SPS": speed}
+        scalars = {f"losses/{name}": value for name, value in metrics.items()}
+        if speed > 0:
+            scalars["charts/SPS"] = speed
         scalars |= {f"charts/{name}": getattr(state, name) for name in COEFFICIENTS}
         for name, values in zip(("return", "length"), zip(*episodes, strict=True), strict=False):
             for suffix, statistic in (("", np.mean), ("_std", np.std), ("_min", np.min), ("_max", np.max)):
@@ -815,7 +823,8 @@ class Run:
             self.writer.add_scalar(tag, value, state.global_step)
         for message in messages:
             self.writer.add_text("advice", message, state.global_step)
-        if messages or now - self.printed >= (0.2 if sys.stdout.isatty() else self.args.log_seconds):
+        last = state.global_step >= self.args.total_timesteps
+        if messages or last or now - self.printed >= (0.2 if sys.stdout.isatty() else self.args.log_seconds):
             self.printed = now
             print_progress(self.args, state, metrics["kl"], speed, messages)
         if now - self.saved >= self.args.checkpoint_seconds:
@@ -860,7 +869,7 @@ def print_progress(args: Args, state: State, kl: float, speed: float, messages: 
     mean = (
         f"return {np.mean(state.recent_returns):.1f}" if state.recent_returns else "no episode finished yet"
     )
-    line = f"{step:>11,} steps {step / total:4.0%}  {mean}  KL {kl:.4f}"
+    line = f"{step:>11,} steps {min(step / total, 1):4.0%}  {mean}  KL {kl:.4f}"
     if speed > 0:
         left = max(int((total - step) / speed), 0)
         line += f"  {speed:,.0f}/s  {left // 60}:{left % 60:02} left"
@@ -977,6 +986,8 @@ def check_args(args: Args) -> None:
     refuse(args.adapt == "clip-coef" and not clip, "--adapt clip-coef needs --surrogate clip")
     refuse(args.adapt == "kl-coef" and clip, "--adapt kl-coef needs --surrogate kl-penalty")
     refuse(args.target_entropy is not None and not args.ent_coef, "--target-entropy needs --ent-coef above 0")
+    both = args.target_entropy is not None and args.anneal_ent_coef
+    refuse(both, "--target-entropy and --anneal-ent-coef exclude each other")
     refuse(args.resume and args.evaluate, "--resume and --evaluate exclude each other")
     refuse(args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy")
     old = not hasattr(torch._dynamo.config, "trace_autograd_ops")
@@ -993,10 +1004,10 @@ def check_args(args: Args) -> None:
 
 def parse_args(default: Args) -> Args:
     """The settings of the command line; those that it does not name are the default's."""
-    groups = Experiment, Environment, Algorithm, Performance
+    groups, purpose = (Experiment, Environment, Algorithm, Performance), __doc__.partition("\nThis file")[0]
     flags = make_dataclass("Flags", [(group.__name__, group) for group in groups])
     values = (group(**{f.name: getattr(default, f.name) for f in fields(group)}) for group in groups)
-    parsed = tyro.cli(flags, default=flags(*values), description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
+    parsed = tyro.cli(flags, default=flags(*values), description=purpose, config=(tyro.conf.OmitArgPrefixes,))
     return Args(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
 
 
@@ -1020,7 +1031,7 @@ def main() -> None:
         check_args(args)
         if args.plan:
             make_envs(replace(args, async_envs=False)).close()
-            lines = [f"advice     after {number} iterations of {text}" for _, number, _, text in ADVICE]
+            lines = [f"advice     if {number:>2} times in a row: {text}" for _, number, _, text in ADVICE]
             say("\n".join([plan(args), *lines]))
         elif args.evaluate:
             evaluate(Path(args.evaluate), args)
