@@ -324,9 +324,9 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tens
 class Rollout:
     """T steps of N environments, in arrays that are reused: the next rollout starts where this one ends.
 
-    When step t ends an episode, obs[t+1] is its last state, not the first of the next one. Step t+1 then ignores
-    its action and only resets the environment (Gymnasium's AutoresetMode.NEXT_STEP). Such a filler row is not a
-    transition: `valid` is False, and nothing is learnt from it.
+    When step t ends an episode, obs[t+1] is its last state, not the first of the next one. Step t+1 then
+    ignores its action and only resets the environment (AutoresetMode.NEXT_STEP of Gymnasium). Such a filler
+    row is not a transition: `valid` is False, and nothing is learnt from it.
     """
 
     def __init__(self, args: Args, agent: Agent):

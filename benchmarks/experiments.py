@@ -209,12 +209,12 @@ CONTINUOUS += [
 # ------------------------------------------------- Atari ---------------------------------------------------
 
 PONG, BREAKOUT = "PongNoFrameskip-v4", "BreakoutNoFrameskip-v4"
-BEST_ATARI = {  # the best return published for PPO, as far as we know, after 10M steps
-    PONG: "21.0 ± 0.1 (RL Zoo)",
-    BREAKOUT: "414.7 ± 28.1 (CleanRL)",
-    "BeamRiderNoFrameskip-v4": "3397.0 ± 1662.4 (RL Zoo)",
-    "QbertNoFrameskip-v4": "15627.1 ± 3313.5 (RL Zoo)",
-    "SpaceInvadersNoFrameskip-v4": "960.3 ± 425.4 (RL Zoo)",
+BEST_ATARI = {  # the best return published for PPO, as far as we know
+    PONG: "21.0 ± 0.1 at 10M (RL Zoo)",
+    BREAKOUT: "414.7 ± 28.1 at 10M (CleanRL)",
+    "BeamRiderNoFrameskip-v4": "3397.0 ± 1662.4 at 10M (RL Zoo)",
+    "QbertNoFrameskip-v4": "15627.1 ± 3313.5 at 10M (RL Zoo)",
+    "SpaceInvadersNoFrameskip-v4": "960.3 ± 425.4 at 10M (RL Zoo)",
 }
 SB3_ATARI = {
     "n_envs": 8, "n_steps": 128, "batch_size": 256, "n_epochs": 4, "learning_rate": "linear 0.00025",

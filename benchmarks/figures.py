@@ -18,23 +18,10 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import torch
-from experiments import (
-    BEST,
-    BREAKOUT,
-    CLASSIC,
-    EXPERIMENTS,
-    HERE,
-    LOCOMOTION,
-    MUJOCO,
-    PONG,
-    STUDIES,
-    Study,
-    Task,
-)
+from experiments import BEST, BREAKOUT, CLASSIC, EXPERIMENTS, HERE, MUJOCO, PONG, STUDIES, Study, Task
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rliable.metrics import aggregate_mean
-from stored import ablation, curves, interval, load
+from stored import curves, load
 
 sys.path.insert(0, str(HERE.parent))
 import ppo
@@ -107,9 +94,8 @@ def of_tasks(results: pd.DataFrame, tasks: list[Task]) -> pd.DataFrame:
 def study_figure(results: pd.DataFrame, study: Study) -> Figure:
     """A column per task, a row per quantity."""
     panels = [(env_id, quantity, STEPS) for quantity in study.quantities for env_id, _ in study.tasks]
-    return learning_curves(
-        of_tasks(results, study.tasks), study.labels, panels, len(study.tasks), study.title
-    )
+    labels = {name: EXPERIMENTS[name].label for name in study.experiments}
+    return learning_curves(of_tasks(results, study.tasks), labels, panels, len(study.tasks), study.title)
 
 
 def classic_figure(results: pd.DataFrame) -> Figure:
@@ -137,27 +123,6 @@ def atari_figure(results: pd.DataFrame) -> Figure:
     panels = [(PONG, "return", STEPS), (BREAKOUT, "return", STEPS)]
     panels += [(BREAKOUT, "return", "minutes on one core")]
     return learning_curves(results, labels, panels, 3)
-
-
-def ablation_figure(results: pd.DataFrame) -> Figure:
-    """The ablation of continuous control: returns over the best published, with intervals."""
-    scores = ablation(results)
-    intervals = {name: interval(aggregate_mean, x) for name, x in scores.items()}
-    names = sorted(intervals, key=lambda name: intervals[name][0])
-    figure = Figure(figsize=(8, 1.6 + 0.25 * len(names)), layout="constrained")
-    axes = figure.subplots()
-    for index, ((env_id, _), marker) in enumerate(zip(LOCOMOTION, "^sv", strict=True)):
-        points = [(x, y) for y, name in enumerate(names) for x in scores[name][:, index]]
-        style = {"color": COLORS[index + 1], "marker": marker, "alpha": 0.7, "s": 18}
-        axes.scatter(*zip(*points, strict=True), **style, label=f"{env_id}, one seed")
-    middle, low, high = np.array([intervals[name] for name in names]).T
-    errors = {"xerr": (middle - low, high - middle), "color": COLORS[0], "fmt": "o"}
-    axes.errorbar(middle, range(len(names)), **errors, label="mean, with its 95% interval")
-    axes.axvline(intervals["mujoco"][0], color="gray", linewidth=0.8, linestyle=":")
-    axes.set_yticks(range(len(names)), [EXPERIMENTS[name].label for name in names])
-    axes.set_xlabel("return in training after 300,000 steps / the best published for PPO after 1M steps")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    return figure
 
 
 def clipped_objective(ratios: np.ndarray, advantage: float, epsilon: float) -> list[float]:
@@ -238,7 +203,7 @@ def draw(folder: Path) -> None:
         with mpl.rc_context(style):
             made = {name: study_figure(results, study) for name, study in STUDIES.items()}
             made |= {"classic": classic_figure(results), "mujoco": mujoco_figure(results)}
-            made |= {"atari": atari_figure(results), "ablation": ablation_figure(results)}
+            made |= {"atari": atari_figure(results)}
             made |= {"objective": objective_figure(), "gae": gae_figure()}
             for name, figure in made.items():
                 figure.savefig(folder / f"{name}-{theme}.png", dpi=130, metadata={"Software": None})

@@ -15,14 +15,15 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import experiments
 import numpy as np
 import pandas as pd
+from rliable.library import get_interval_estimates
 from rliable.metrics import aggregate_iqm, aggregate_mean, probability_of_improvement
-from stored import ablation, curves, interval, load, over_published, select
+from stored import curves, load, select
 
 ROOT = experiments.HERE.parent
 PUBLISHED = {  # Stable-Baselines3's RL Zoo, benchmark.md, with settings tuned for each environment
@@ -31,14 +32,28 @@ PUBLISHED = {  # Stable-Baselines3's RL Zoo, benchmark.md, with settings tuned f
     "MountainCar-v0": "-110.4 ± 19.5 at 1M",
     "LunarLander-v3": "242.1 ± 31.8 at 1M (v2)",
 }
-VARIANTS = {  # of our scripts in throughput.json
+VARIANTS = {  # in throughput.json
     "ours": "eager",
     "compiled": "`--compile`",
     "workers": "`--compile --async-envs`",
     "bfloat16": "`--bfloat16`",
     "both": "`--bfloat16 --compile`",
+    "sb3": "Stable-Baselines3",
 }
 Row = dict[str, str]  # the cells of a table, by the column's title
+
+
+def interval(function: Callable, *scores: np.ndarray) -> tuple[float, float, float]:
+    """A statistic of one or two sets of scores, [seeds] or [seeds, tasks], and the ends of its 95% interval.
+
+    The bootstrap draws the seeds of each task separately.
+    """
+    np.random.seed(0)  # rliable draws from NumPy's global generator  # noqa: NPY002
+    tables = tuple(x.reshape(len(x), -1) for x in scores)  # [seeds, tasks]
+    point, ends = get_interval_estimates(
+        {"": tables if len(tables) > 1 else tables[0]}, lambda *x: np.array([function(*x)]), reps=2000
+    )
+    return float(point[""][0]), float(ends[""][0, 0]), float(ends[""][1, 0])
 
 
 def digits(scores: Any) -> int:
@@ -80,6 +95,14 @@ def returns(found: pd.DataFrame) -> Row:
     }
 
 
+def published(env_id: str) -> str:
+    """The best return published for PPO, as far as we know."""
+    if env_id in experiments.BEST:
+        mean, std, source = experiments.BEST[env_id]
+        return f"{mean:.1f}{'' if std is None else f' ± {std:.1f}'} ({source})"
+    return (PUBLISHED | experiments.BEST_ATARI)[env_id]
+
+
 def classic_table(results: pd.DataFrame) -> Iterator[Row]:
     """Classic control: ours, the best published, and Stable-Baselines3 as run here."""
     rows = [("ppo", task) for task in experiments.CLASSIC]
@@ -91,23 +114,29 @@ def classic_table(results: pd.DataFrame) -> Iterator[Row]:
             "environment": env_id if name == "ppo" else f"{env_id}, {experiments.EXPERIMENTS[name].label}",
             "steps": short(steps),
             **returns(ours),
-            "best published": PUBLISHED[env_id],
+            "best published": published(env_id),
             "Stable-Baselines3 here, greedy": f"{spread(theirs.greedy)} ({len(theirs)} seeds)",
             "P": improvement(ours.greedy.to_numpy(), theirs.greedy.to_numpy()),
         }
+
+
+def over_published(returns: np.ndarray, env_id: str) -> np.ndarray:
+    """Returns over the best published one, inverted if they are costs: above 1 is better."""
+    best = experiments.BEST[env_id][0]
+    return returns / best if best > 0 else best / returns
 
 
 def mujoco_table(results: pd.DataFrame) -> Iterator[Row]:
     """Continuous control: ours beside the best published, and as a multiple of it."""
     ratios = []
     for env_id, steps in experiments.MUJOCO:
-        ours, (mean, std, source) = select(results, "mujoco", (env_id, steps)), experiments.BEST[env_id]
+        ours = select(results, "mujoco", (env_id, steps))
         ratios.append(over_published(ours.greedy.mean(), env_id))
         row = {
             "environment": env_id,
             "steps": short(steps),
             **returns(ours),
-            "best published": f"{mean:.1f}{'' if std is None else f' ± {std:.1f}'} ({source})",
+            "best published": published(env_id),
             "ours / theirs": f"{ratios[-1]:.2f}",
         }
         yield row
@@ -130,21 +159,23 @@ def atari_table(results: pd.DataFrame) -> Iterator[Row]:
                 "greedy": f"**{spread(found.greedy)}**",
                 "games": f"{found.episodes.iloc[0]}",
                 "minutes": f"{found.seconds.mean() / 60:.0f}",
-                "best published, at 10M": experiments.BEST_ATARI[env_id],
+                "best published": published(env_id),
             }
 
 
 def ablation_table(results: pd.DataFrame) -> Iterator[Row]:
-    """One detail of continuous control changed at a time, best first."""
-    means = {name: interval(aggregate_mean, scores) for name, scores in ablation(results).items()}
-    for name, (mean, low, high) in sorted(means.items(), key=lambda item: -item[1][0]):
+    """One detail of continuous control changed at a time, best first; what was run on all three tasks."""
+    rows = []
+    for name in ("mujoco", *experiments.ABLATION):
         found = [select(results, name, task) for task in experiments.LOCOMOTION]
-        yield {
-            "entry": experiments.EXPERIMENTS[name].label,
-            "seeds": f"{len(found[0])}",
-            **{x.env_id.iloc[0].removesuffix("-v5"): spread(x.training) for x in found},
-            "mean, over the best published": f"**{mean:.2f}** [{low:.2f}, {high:.2f}]",
-        }
+        if all(len(x) == 2 for x in found):  # both seeds
+            over = np.stack([over_published(x.training, x.env_id.iloc[0]) for x in found], 1)
+            mean, low, high = interval(aggregate_mean, over)
+            row = {"entry": experiments.EXPERIMENTS[name].label, "seeds": "2"}
+            row |= {x.env_id.iloc[0].removesuffix("-v5"): spread(x.training) for x in found}
+            rows.append((mean, row | {"over the best published": f"**{mean:.2f}** [{low:.2f}, {high:.2f}]"}))
+    for _, row in sorted(rows, key=lambda pair: -pair[0]):
+        yield row
 
 
 def full_length_table(results: pd.DataFrame) -> Iterator[Row]:
@@ -188,32 +219,50 @@ def study_table(study: experiments.Study, results: pd.DataFrame) -> Iterator[Row
             }
 
 
-def speed_table(rows: list[dict[str, Any]], env_id: str) -> Iterator[Row]:
-    """Steps per second on an environment, as stored by throughput.py."""
-    for row in (row for row in rows if row["env_id"] == env_id):
-        labels = {who: label for who, label in VARIANTS.items() if who in row} | {"sb3": "Stable-Baselines3"}
-        cells = {"environment": env_id, "N": f"{row['num_envs']:,}"}
-        for who, label in labels.items():
-            cells[f"{label}, steps/s"] = "{1:,.0f} ({0:,.0f} to {2:,.0f})".format(*row[who]["sps"])
-        for who, label in labels.items():
-            if who != "sb3":
-                cells[f"{label}, ratio"] = "**{1:.2f}** ({0:.2f} to {2:.2f})".format(*row[who]["ratio"])
-        # A process's memory is measured, which says little where there are several.
-        memory = (f"{row[who]['mib']:,}" for who in labels if who != "workers")
-        yield cells | {"memory, MiB": ", ".join(memory)}
-
-
-def shares_table(rows: list[dict[str, Any]]) -> Iterator[Row]:
-    """Where our scripts spend their time."""
+def speed_table(rows: list[dict[str, Any]]) -> Iterator[Row]:
+    """What throughput.py stored: speed beside Stable-Baselines3, memory, and shares of the time by part."""
+    parts = list(rows[0]["ours"]["shares"])
     for row in rows:
-        for who in (who for who in VARIANTS if who in row):
-            compiling = row[who].get("compiling")
-            yield {
-                "task": f"{row['env_id']}, N = {row['num_envs']:,}",
-                "variant": VARIANTS[who],
-                **{part: f"{share:.0%}" for part, share in row[who]["shares"].items()},
-                "compiling, s": f"{compiling[1]:.0f}" if compiling else "",
-            }
+        for who, label in VARIANTS.items():
+            if who in row:
+                found = row[who]
+                shares, compiling = found.get("shares", {}), found.get("compiling")
+                yield {
+                    "task": f"{row['env_id']}, N = {row['num_envs']:,}",
+                    "variant": label,
+                    "steps per second": "{1:,.0f} ({0:,.0f} to {2:,.0f})".format(*found["sps"]),
+                    "ratio": "**{1:.2f}** ({0:.2f} to {2:.2f})".format(*found.get("ratio", (1, 1, 1))),
+                    "memory, MiB": f"{found['mib']:,}",
+                    **{part: f"{shares[part]:.0%}" if shares else "" for part in parts},
+                    "compiling, s": f"{compiling[1]:.0f}" if compiling else "",
+                }
+
+
+def short_table(results: pd.DataFrame, rows: list[tuple[str, experiments.Task]]) -> Iterator[Row]:
+    """Greedy returns of experiments on tasks, beside the best published."""
+    for name, (env_id, steps) in rows:
+        yield {
+            "environment": env_id,
+            "steps": short(steps),
+            "greedy return": spread(select(results, name, (env_id, steps)).greedy),
+            "best published": published(env_id),
+        }
+
+
+def short_speed_table(rows: list[dict[str, Any]]) -> Iterator[Row]:
+    """Steps per second of three tasks."""
+    for env_id, num_envs, who in (
+        ("CartPole-v1", 4, "compiled"),
+        ("HalfCheetah-v5", 8, "compiled"),
+        ("BreakoutNoFrameskip-v4", 8, "bfloat16"),
+    ):
+        (row,) = (row for row in rows if (row["env_id"], row["num_envs"]) == (env_id, num_envs))
+        yield {
+            "environment": f"{env_id}, N = {num_envs}",
+            "ours": f"{row['ours']['sps'][1]:,.0f}",
+            "ours, with a flag": f"{row[who]['sps'][1]:,.0f} ({VARIANTS[who]})",
+            "Stable-Baselines3": f"{row['sb3']['sps'][1]:,.0f}",
+        }
 
 
 def markdown(rows: Iterable[Row]) -> str:
@@ -226,6 +275,12 @@ def markdown(rows: Iterable[Row]) -> str:
 def tables() -> dict[str, str]:
     """All tables as Markdown, by name."""
     results, speed = load(), json.loads((experiments.RESULTS / "throughput.json").read_text())
+    classic = [("ppo", task) for task in experiments.CLASSIC if task != ("CartPole-v1", 500_000)]
+    mujoco = [("mujoco", task) for task in experiments.MUJOCO]
+    atari = [
+        ("atari-pong", (experiments.PONG, 2_000_000)),
+        ("atari-breakout", (experiments.BREAKOUT, 500_000)),
+    ]
     made = {name: study_table(study, results) for name, study in experiments.STUDIES.items()}
     made |= {
         "classic": classic_table(results),
@@ -233,10 +288,11 @@ def tables() -> dict[str, str]:
         "atari": atari_table(results),
         "ablation": ablation_table(results),
         "full-length": full_length_table(results),
-        "speed-classic": speed_table(speed, "CartPole-v1"),
-        "speed-mujoco": speed_table(speed, "HalfCheetah-v5"),
-        "speed-atari": speed_table(speed, "BreakoutNoFrameskip-v4"),
-        "shares": shares_table(speed),
+        "speed": speed_table(speed),
+        "classic-short": short_table(results, classic),
+        "mujoco-short": short_table(results, mujoco),
+        "atari-short": short_table(results, atari),
+        "speed-short": short_speed_table(speed),
     }
     return {name: markdown(rows) for name, rows in made.items()}
 

@@ -116,7 +116,7 @@ def run_ours(run: Run) -> dict[str, Any]:
     }
 
 
-def sb3_envs(env_id: str, num_envs: int, seed: int | None = None) -> Any:
+def sb3_envs(env_id: str, num_envs: int, seed: int) -> Any:
     """Environments as Stable-Baselines3 has them."""
     import ale_py
     import gymnasium as gym
@@ -129,46 +129,60 @@ def sb3_envs(env_id: str, num_envs: int, seed: int | None = None) -> Any:
     return VecFrameStack(make_atari_env(env_id, num_envs, seed), 4)
 
 
+def train_sb3(env_id: str, steps: int, seed: int, settings: dict[str, Any]) -> tuple[Any, np.ndarray]:
+    """Train with Stable-Baselines3: the model, and steps, return and time at each rollout's end [..., 3].
+
+    The settings are those of its `PPO`, and "n_envs", "normalize" (observations and rewards) and "scheduled":
+    the steps in which a setting that is "linear x" decays from x to 0.
+    """
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.vec_env import VecNormalize
+
+    settings, logged = dict(settings), []
+    envs = sb3_envs(env_id, settings.pop("n_envs"), seed)
+    if settings.pop("normalize", False):
+        envs = VecNormalize(envs, gamma=settings.get("gamma", 0.99))
+    scheduled = settings.pop("scheduled", steps)
+    for name, value in settings.items():
+        if str(value).startswith("linear"):
+            first = float(value.split()[1])
+            settings[name] = lambda remaining, first=first: first * remaining
+    pixels = "NoFrameskip" in env_id
+    policy, device = ("CnnPolicy", "auto") if pixels else ("MlpPolicy", "cpu")
+    model = PPO(policy, envs, seed=seed, device=device, **settings)
+
+    class Log(BaseCallback):
+        def _on_step(self) -> bool:
+            return model.num_timesteps < steps or scheduled == steps
+
+        def _on_rollout_end(self) -> None:
+            returns = [episode["r"] for episode in model.ep_info_buffer]  # of the last 100 episodes
+            logged.append((model.num_timesteps, np.mean(returns or np.nan), time.time()))
+
+    model.learn(scheduled, callback=Log())
+    return model, np.array(logged)
+
+
 def run_sb3(run: Run) -> dict[str, Any]:
     """Train with Stable-Baselines3: settings, returns and learning curve."""
     start = time.time()
     import torch
-    from stable_baselines3 import PPO
-    from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.evaluation import evaluate_policy
     from stable_baselines3.common.vec_env import VecNormalize
 
-    settings = dict(run.experiment.settings[run.env_id])
-    normalize, num_envs = settings.pop("normalize", False), settings.pop("n_envs")
-    scheduled = settings.pop("scheduled", run.steps)  # steps in which schedules reach 0
-    for name, value in settings.items():
-        if isinstance(value, str):  # "linear 0.001": from there to 0
-            first = float(value.split()[1])
-            settings[name] = lambda remaining, first=first: first * remaining
     torch.set_num_threads(1)
-    envs, evaluation = sb3_envs(run.env_id, num_envs, run.seed), sb3_envs(run.env_id, 10, run.seed + 1000)
-    if normalize:
-        envs = VecNormalize(envs, gamma=settings.get("gamma", 0.99))
+    settings = run.experiment.settings[run.env_id]
+    model, logged = train_sb3(run.env_id, run.steps, run.seed, settings)
+    evaluation = sb3_envs(run.env_id, 10, run.seed + 1000)
+    if settings.get("normalize"):
         evaluation = VecNormalize(evaluation, training=False, norm_reward=False)
-        evaluation.obs_rms = envs.obs_rms
-    policy = "CnnPolicy" if "NoFrameskip" in run.env_id else "MlpPolicy"
-    model = PPO(policy, envs, seed=run.seed, device="cpu" if policy == "MlpPolicy" else "auto", **settings)
-    logged = []
-
-    class Log(BaseCallback):
-        def _on_step(self) -> bool:
-            return model.num_timesteps < run.steps or scheduled == run.steps
-
-        def _on_rollout_end(self) -> None:
-            returns = [episode["r"] for episode in model.ep_info_buffer]  # of the last 100 episodes
-            logged.append((model.num_timesteps, np.mean(returns or np.nan), time.time() - start))
-
-    model.learn(scheduled, callback=Log())
+        evaluation.obs_rms = model.get_vec_normalize_env().obs_rms
     greedy, _ = evaluate_policy(model, evaluation, 10, return_episode_rewards=True)
-    steps, returns, seconds = np.array(logged).T
+    steps, returns, seconds = logged[:, 0], logged[:, 1], logged[:, 2] - start
     ended = ~np.isnan(returns)
     return {
-        "args": run.experiment.settings[run.env_id] | {"env_id": run.env_id, "seed": run.seed},
+        "args": settings | {"env_id": run.env_id, "seed": run.seed},
         "seconds": round(float(seconds[-1]), 2),
         "final": {"training": float(returns[-1]), "greedy": [float(x) for x in greedy]},
         "curve": {
@@ -221,6 +235,8 @@ def work_through(todo: list[Run], jobs: int) -> int:
     finally:
         for process in running:
             process.terminate()
+        for process in running:
+            process.wait()
     return failed
 
 

@@ -4,10 +4,10 @@
     python benchmarks/throughput.py --env-id CartPole-v1 --script-dir DIR    # and another copy of ppo.py
     python benchmarks/throughput.py --store     # all, for the tables: about 35 minutes on an idle machine
 
-Each run is a process of its own, with one thread (Atari: all cores). The speed is that of the training loop
-from the second iteration on: without the start, compiling and the evaluation. Ours log to TensorBoard, and the
-times of these events are used; Stable-Baselines3 logs nothing. On a busy machine, speeds say little; the ratio
-of neighbouring runs says more.
+Each run is a process of its own, with one thread (Atari: all cores). The speed is that of the training
+loop after the first iteration, so the start, compiling and the evaluation do not count. Ours log to
+TensorBoard, by whose times it is measured; Stable-Baselines3 logs nothing. On a busy machine, speeds say
+little, and the ratio of neighbouring runs says more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 import tyro
 from experiments import RESULTS
-from run import ROOT, git, provenance, sb3_envs, write
+from run import ROOT, git, provenance, train_sb3, write
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 VARIANTS = {
@@ -93,9 +93,11 @@ def run_ours(case: Case, env_id: str, num_envs: int, timesteps: int, flags: str)
     command = (
         f"--env-id {env_id} --num-envs {num_envs} --total-timesteps {timesteps} --num-steps {case.num_steps} "
         f"--num-minibatches {case.num_minibatches} --update-epochs {case.update_epochs} --norm-adv "
-        f"--learning-rate {case.learning_rate} --gae-lambda 0.95 --eval-episodes 1 --eval-max-steps 1 "
+        f"--learning-rate {case.learning_rate} --gae-lambda 0.95 --eval-episodes 1 {case.flags} {flags}"
     )
-    script.train(tyro.cli(script.Args, args=f"{command} {case.flags} {flags}".split()))
+    if hasattr(script.Args, "eval_max_steps"):
+        command += " --eval-max-steps 1"
+    script.train(tyro.cli(script.Args, args=command.split()))
     log = EventAccumulator(str(next(Path("runs").iterdir())), {"scalars": 0}).Reload()
     events = log.Scalars("losses/kl")  # one per iteration
     first, last = events[0], events[-1]
@@ -118,40 +120,24 @@ def run_ours(case: Case, env_id: str, num_envs: int, timesteps: int, flags: str)
 def run_sb3(case: Case, env_id: str, num_envs: int, timesteps: int) -> dict[str, Any]:
     """Train with Stable-Baselines3. Its value loss lacks our ½, hence a coefficient of 0.25, not 0.5."""
     import torch
-    from stable_baselines3 import PPO
-    from stable_baselines3.common.callbacks import BaseCallback
-    from stable_baselines3.common.vec_env import VecNormalize
 
-    marks: list[tuple[int, float]] = []  # steps and time at the start of each iteration
-
-    class Mark(BaseCallback):
-        def _on_step(self) -> bool:
-            return True
-
-        def _on_rollout_start(self) -> None:
-            marks.append((self.num_timesteps, time.perf_counter()))
-
-    envs, pixels = sb3_envs(env_id, num_envs), case.script == "ppo_atari"
-    if "--norm-obs" in case.flags:
-        envs = VecNormalize(envs)
-    if not pixels:
+    settings = {
+        "n_envs": num_envs,
+        "normalize": "--norm-obs" in case.flags,
+        "n_steps": case.num_steps,
+        "batch_size": case.num_steps * num_envs // case.num_minibatches,
+        "n_epochs": case.update_epochs,
+        "learning_rate": f"linear {case.learning_rate}",
+        "ent_coef": 0.01,
+        "vf_coef": 0.25,
+    }
+    if case.script != "ppo_atari":
         torch.set_num_threads(1)
-    activation = torch.nn.ELU if case.script == "ppo_continuous" else torch.nn.Tanh
-    model = PPO(
-        "CnnPolicy" if pixels else "MlpPolicy",
-        envs,
-        learning_rate=lambda remaining: case.learning_rate * remaining,
-        n_steps=case.num_steps,
-        batch_size=case.num_steps * num_envs // case.num_minibatches,
-        n_epochs=case.update_epochs,
-        ent_coef=0.01,
-        vf_coef=0.25,
-        policy_kwargs={} if pixels else {"activation_fn": activation},
-        device="auto" if pixels else "cpu",
-    )
-    model.learn(timesteps, callback=Mark())
-    steps, start = marks[1]
-    return {"sps": (model.num_timesteps - steps) / (time.perf_counter() - start)}
+        activation = torch.nn.ELU if case.script == "ppo_continuous" else torch.nn.Tanh
+        settings["policy_kwargs"] = {"activation_fn": activation}
+    _, logged = train_sb3(env_id, timesteps, 1, settings)
+    steps, _, seconds = logged[-1] - logged[0]
+    return {"sps": steps / seconds}
 
 
 def measure(who: str, scripts: Path, env_id: str, num_envs: int, timesteps: int) -> dict[str, Any]:

@@ -21,7 +21,11 @@ DIFFERENT = {  # script: units of ppo.py that differ there on purpose, or are ab
     "ppo_continuous.py": "mlp Agent.__init__ Agent.log_policy Agent.act gumbel_noise log_prob entropy "
     "kl_divergence Batch Rollout.__init__ collect_rollout make_batch update train "
     "make_envs ADVICE FORMAT load_policy BOUNDS check_args",
-    "ppo_atari.py": "FORMAT",
+    "ppo_atari.py": "mlp RunningMoments RunningMoments.__init__ RunningMoments.update Agent Agent.__init__ "
+    "Agent.normalize Agent.log_policy Agent.value Agent.act Batch ppo_loss Rollout Rollout.__init__ "
+    "collect_rollout scale_rewards make_batch compute_gradient compile_gradient_step distance_moved update "
+    "train make_env FlatEnv FlatEnv.__init__ FlatEnv.step make_envs check_finite Run.__enter__ Run.__exit__ "
+    "FORMAT load_policy evaluate BOUNDS check_args main",
 }
 
 

@@ -13,6 +13,7 @@ from torch.distributions import Categorical, Independent, Normal
 from torch.optim import Adam
 
 import ppo
+import ppo_atari
 import ppo_continuous
 
 D = 3  # numbers per observation
@@ -46,8 +47,8 @@ class Case:
 
     def new_agent(self, args, obs_space=None, action_space=None):
         """An agent as a script makes it."""
-        obs_space = obs_space or spaces.Box(-np.inf, np.inf, (D,))
-        return self.script.Agent(args, obs_space, action_space or self.action_space)
+        default = spaces.Box(-np.inf, np.inf, (D,))
+        return self.script.Agent(args, obs_space or default, action_space or self.action_space)
 
     def make_agent(self, args, seed=0, **given):
         """An agent whose policy depends on what it sees, and whose statistics are not those of a new one."""
@@ -93,8 +94,7 @@ class Case:
     def make_step(self, agent, args, state=None, optimizer=None):
         """What `update` calls with each minibatch."""
         optimizer = optimizer or Adam(agent.parameters(), 99.0, self.betas, eps=1e-5)  # see the state for lr
-        state = state or self.make_state(args)
-        return partial(self.script.gradient_step, agent, optimizer, args, state)
+        return partial(self.script.gradient_step, agent, optimizer, args, state or self.make_state(args))
 
     def learn(self, agent, rollout, args, seed=0, step=None):
         """An iteration's learning, with its permutations seeded."""
@@ -121,6 +121,7 @@ class Case:
 class Discrete(Case):
     """A policy is the vector log π(·|s)."""
 
+    env_id = "scripted_envs:Scripted-v0"
     activation = staticmethod(np.tanh)
     num_actions, betas = 4, (0.9, 0.999)
 
@@ -157,6 +158,7 @@ class Discrete(Case):
 class Continuous(Case):
     """A policy is a vector of means, then log standard deviations."""
 
+    env_id = "scripted_envs:ScriptedBox-v0"
     num_actions, betas = 2, (0.9, 0.99)
 
     def __init__(self, script):
@@ -200,8 +202,9 @@ class Continuous(Case):
 
 
 DISCRETE, CONTINUOUS = Discrete(ppo), Continuous(ppo_continuous)
-CASES = [DISCRETE, CONTINUOUS]
-each_script = pytest.mark.parametrize("case", CASES, ids=repr)
+ATARI = Discrete(ppo_atari)  # of which test_atari.py tests what differs: networks, rollout and update
+each_script = pytest.mark.parametrize("case", [DISCRETE, CONTINUOUS], ids=repr)
+atari_too = pytest.mark.parametrize("case", [DISCRETE, CONTINUOUS, ATARI], ids=repr)
 
 
 def random_ends(rng, steps, envs, chance):
@@ -220,13 +223,6 @@ def random_ends(rng, steps, envs, chance):
 def weights(agent):
     """All parameters as one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in agent.parameters()]).clone()
-
-
-def chi_square(counts, probabilities):
-    """The p-value of counts, given the probabilities they come from."""
-    probabilities = probabilities.astype(np.float64)
-    expected = counts.sum() * probabilities / probabilities.sum()
-    return scipy.stats.chisquare(counts.flatten(), expected.flatten()).pvalue
 
 
 def float64(tensor):

@@ -1,7 +1,7 @@
 """Environments of which every transition is known, registered when this module is imported.
 
-`--env-id scripted_envs:Scripted-v0` names one. A script belongs to a key, which is the seed of the reset
-modulo 1000, so that a test can tell the environments of a vector apart whichever way they are vectorised.
+A script belongs to a key, which is the seed of the reset modulo 1000, so that a test can tell the
+environments of a vector apart whichever way they are vectorised.
 """
 
 import gymnasium as gym
@@ -87,7 +87,7 @@ class ScriptedVector(VectorEnv):
 
 
 class Still(gym.Env):
-    """Always the same state, and a reward of 1; whatever ends an episode is a wrapper's time limit."""
+    """Always the same state, and a reward of 1; only a time limit ends an episode."""
 
     observation_space = spaces.Box(-9, 9, (2,))
 
@@ -104,7 +104,5 @@ class Still(gym.Env):
 gym.register("Scripted-v0", Scripted)
 gym.register("ScriptedBox-v0", ScriptedBox)
 gym.register("ScriptedNative-v0", Scripted, vector_entry_point=ScriptedVector)
-for limit in (1, 7):
-    box, discrete = spaces.Box(-1, 1, (2,)), spaces.Discrete(3)
-    gym.register(f"Still{limit}-v0", Still, max_episode_steps=limit, kwargs={"action_space": discrete})
-    gym.register(f"StillBox{limit}-v0", Still, max_episode_steps=limit, kwargs={"action_space": box})
+for name, actions in (("Still-v0", spaces.Discrete(3)), ("StillBox-v0", spaces.Box(-1, 1, (2,)))):
+    gym.register(name, Still, max_episode_steps=7, kwargs={"action_space": actions})

@@ -23,7 +23,6 @@ import pandas as pd
 import pytest
 import report
 import run as runner
-import stored
 import time_limit_as_death
 import tyro
 
@@ -59,9 +58,9 @@ def copy(tmp_path):
 
 def start(copy: Path, *flags: str) -> subprocess.Popen:
     """The runner, in a process group of its own."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command = [sys.executable, "benchmarks/run.py", *flags]
-    pipe, group = subprocess.PIPE, {"start_new_session": True}
-    return subprocess.Popen(command, cwd=copy, stdout=pipe, stderr=subprocess.STDOUT, text=True, **group)
+    return subprocess.Popen(command, cwd=copy, start_new_session=True, **options)
 
 
 def finish(copy: Path, *flags: str) -> tuple[int, str]:
@@ -117,35 +116,24 @@ def test_ctrl_c_stops_the_runs(copy):
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
     assert not results_in(copy)
-    with pytest.raises(ProcessLookupError):
-        for _ in range(100):
-            os.killpg(process.pid, 0)  # raises when no process of the group is left
-            time.sleep(0.1)
+    with pytest.raises(ProcessLookupError):  # no process of the group is left
+        os.killpg(process.pid, 0)
 
 
 @pytest.mark.slow
-def test_a_failing_run_is_reported_and_the_others_are_done(copy):
-    """A run that fails is named with its log, the exit status is 1, and nothing is stored for it."""
+def test_listing_printing_and_failing(copy):
+    """--dry-run and --print only list; a printed line does its run alone; a failing run is named."""
     with open(copy / "benchmarks/experiments.py", "a") as file:
         file.write('EXPERIMENTS["bad"] = Experiment("bad", "", "ppo.py", [("NoSuch-v0", 4_000, 1)])\n')
-    status, output = finish(copy, "--only", "*/1", "--jobs", "1")
-    assert status == 1
-    assert "bad/NoSuch-v0_4000/1  failed, see" in output
-    assert output.splitlines()[-1] == "3 of 4 stored, 1 failed"
-    assert not (copy / "benchmarks/results/bad").exists()
-
-
-@pytest.mark.slow
-def test_dry_run_print_and_bad_requests(copy):
-    """--dry-run and --print list what is missing and do nothing; a printed line does its run alone."""
-    status, output = finish(copy, "--dry-run", "--only", "*/[12]")
-    assert status == 0
-    assert output.count("missing") == 5
-    assert "0 of 5 stored" in output
+    _, output = finish(copy, "--dry-run", "--only", "*/[12]")
+    assert (output.count("missing"), output.splitlines()[-1]) == (6, "0 of 6 stored")
     _, line = finish(copy, "--print", "--only", "*/FrozenLake*/1")
     subprocess.run(line, shell=True, cwd="/", check=True, capture_output=True)
     assert set(results_in(copy)) == {"tiny/FrozenLake-v1_4000/1.json"}
-    assert finish(copy, "--print", "--only", "*/FrozenLake*/1") == (0, "")
+    status, output = finish(copy, "--only", "bad")
+    assert status == 1
+    assert "bad/NoSuch-v0_4000/1  failed, see" in output
+    assert output.splitlines()[-1] == "0 of 1 stored, 1 failed"
     status, output = finish(copy, "--only", "NoSuch")
     assert status == 2
     assert "no run has this name" in output
@@ -154,33 +142,32 @@ def test_dry_run_print_and_bad_requests(copy):
 @pytest.mark.slow
 def test_check_notices_a_change(copy):
     """A short run is the same, bit for bit, until the script changes; it speaks for results made since."""
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
-    subprocess.run([*git, "init", "-q"], cwd=copy, check=True)
-    subprocess.run([*git, "add", "."], cwd=copy, check=True)
-    assert "commit the code first" in finish(copy, "--check", "--only", "tiny")[1]
+
+    def git(*command):
+        name = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        return subprocess.run(["git", *name, *command], cwd=copy, capture_output=True, text=True).stdout
+
+    git("init"), git("add", ".")
+    check = ("--check", "--only", "tiny")
+    assert "commit the code first" in finish(copy, *check)[1]
     assert finish(copy, "--only", "tiny")[0] == 2  # results name their commit
-    for message in ("first", "second"):
-        subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", message], cwd=copy, check=True)
-    status, output = finish(copy, "--check", "--only", "tiny")
-    assert status == 0
-    assert "speaks for 0 of 0 stored results" in output
-    commits = subprocess.run(
-        [*git, "rev-list", "HEAD"], cwd=copy, capture_output=True, text=True
-    ).stdout.split()
-    for seed, commit in enumerate(commits, 1):
+    git("commit", "-m", "first"), git("commit", "--allow-empty", "-m", "second")
+    for seed, commit in enumerate(git("rev-list", "HEAD").split(), 1):
         runner.write(copy / f"benchmarks/results/tiny/CartPole-v1_4000/{seed}.json", {"commit": commit})
-    status, output = finish(copy, "--check", "--only", "tiny")
-    assert status == 0
-    assert "speaks for 1 of 2 stored results" in output
+    for _ in range(2):
+        status, output = finish(copy, *check)
+        assert status == 0
+        assert "speaks for 1 of 2 stored results" in output
     text = (copy / "ppo.py").read_text()
     changed = text.replace("learning_rate: float = 1e-3", "learning_rate: float = 1.0000001e-3")
     assert changed != text
     (copy / "ppo.py").write_text(changed)
-    status, output = finish(copy, "--check", "--only", "tiny")
+    status, output = finish(copy, *check)
     assert status == 1
     assert "DIFFERS" in output
 
 
+@pytest.mark.slow
 def test_list_of_experiments_is_sound():
     """No two runs share a file; flags are accepted; environments exist; what studies compare is run."""
     listed = experiments.runs()
@@ -218,7 +205,7 @@ def test_stored_results_are_those_of_the_list():
 
 
 def test_thin():
-    """Means over equal parts of the steps; the last part includes what is beyond; None where there is none."""
+    """Means over equal parts of the steps, the last with what is beyond; None where there is none."""
     steps = np.array([1, 20, 21, 60, 1000, 1010])
     thinned = runner.thin(steps, np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), 1000)
     assert len(thinned) == 50
@@ -226,42 +213,23 @@ def test_thin():
     assert thinned[-1] == 5.5
 
 
-def test_returns_over_the_best_published():
-    """Above 1 is better, also where returns are costs."""
-    assert stored.over_published(np.array([2909.55]), "HalfCheetah-v5") == pytest.approx(0.5)
-    assert stored.over_published(np.array([-8.2, -2.05]), "Reacher-v5") == pytest.approx([0.5, 2])
-
-
-def results(*rows: tuple) -> pd.DataFrame:
-    """Results of runs: experiment, environment, steps, seed, training return, greedy return."""
-    return pd.DataFrame(rows, columns=["experiment", "env_id", "steps", "seed", "training", "greedy"])
-
-
 def test_ablation_table():
     """Only entries that were run on all tasks, best first."""
+    assert report.over_published(np.array([-8.2]), "Reacher-v5") == pytest.approx(0.5)  # a cost
     rows = []
-    tanh, relu = "mujoco-but-lambda-0.9", "mujoco-but-norm-adv"
-    for name, shares in {"mujoco": (1, 2), tanh: (3, 4), relu: (5,)}.items():
+    shares_of = {"mujoco": (1, 2), "mujoco-but-lambda-0.9": (3, 4), "mujoco-but-norm-adv": (5,)}
+    for name, shares in shares_of.items():
         for env_id, steps in experiments.LOCOMOTION:
             best = experiments.BEST[env_id][0]
-            rows += [(name, env_id, steps, seed, share * best, 0.0) for seed, share in enumerate(shares)]
-    table = list(report.ablation_table(results(*rows)))
+            rows += [(name, env_id, steps, seed, share * best) for seed, share in enumerate(shares)]
+    columns = ["experiment", "env_id", "steps", "seed", "training"]
+    table = list(report.ablation_table(pd.DataFrame(rows, columns=columns)))
     assert [row["entry"] for row in table] == ["λ = 0.9", "the defaults"]
-    last = "mean, over the best published"
+    last = "over the best published"
     assert table[0][last].startswith("**3.50** [")
     low, high = map(float, re.findall(r"[\d.]+", table[1][last].partition("[")[2]))
     assert 1 <= low < 1.5 < high <= 2
     assert table[1]["Walker2d"] == "6000.0 ± 2828.4"
-
-
-def test_full_length_table():
-    """The defaults on an environment, then the entries that were run there, with the mean of each seed."""
-    name, task = "mujoco-but-fixed-lr", ("Humanoid-v5", 1_000_000)
-    rows = results(("mujoco", *task, 1, 1.0, 3.0), (name, *task, 1, 10.0, 30.0), (name, *task, 2, 10.0, 40.0))
-    assert [list(row.values()) for row in report.full_length_table(rows)] == [
-        ["Humanoid-v5", "the defaults", "1", "1.00", "**3.0**", "3"],
-        ["Humanoid-v5", experiments.ABLATION[name][0], "2", "10.0 ± 0.0", "**35.0 ± 7.1**", "30, 40"],
-    ]
 
 
 def test_statistics_of_the_tables():
@@ -289,13 +257,9 @@ def test_tables_match_the_stored_results():
 
 def test_fill_changes_nothing_but_the_tables():
     """Empty and filled marks get their tables; the text around them stays."""
-    document = "a\n<!-- table: x -->\n<!-- end -->\nb\n<!-- table: y-1 -->\n| old |\n\n<!-- end -->\nc"
-    made = {"x": "| 1 |\n| 2 |", "y-1": "| 3 |"}
-    filled = report.fill(document, made)
-    assert filled == (
-        "a\n<!-- table: x -->\n| 1 |\n| 2 |\n<!-- end -->\nb\n<!-- table: y-1 -->\n| 3 |\n<!-- end -->\nc"
-    )
-    assert report.fill(filled, made) == filled
+    made, document = {"x": "| 1 |\n| 2 |"}, "a\n<!-- table: x -->\n{}<!-- end -->\nb"
+    for before in ("", "| old |\n\n"):
+        assert report.fill(document.format(before), made) == document.format("| 1 |\n| 2 |\n")
 
 
 @pytest.mark.slow
@@ -304,7 +268,7 @@ def test_figures(tmp_path):
     figures.draw(tmp_path)
     made = {path.name for path in tmp_path.iterdir()}
     assert made == {path.name for path in (ROOT / "benchmarks/figures").iterdir()}
-    names = {*experiments.STUDIES, "classic", "mujoco", "atari", "ablation", "objective", "gae"}
+    names = {*experiments.STUDIES, "classic", "mujoco", "atari", "objective", "gae"}
     assert made == {f"{name}-{theme}.png" for name in names for theme in ("light", "dark")}
 
 
@@ -317,11 +281,11 @@ def test_drawn_objective_is_the_clipped_one():
 
 
 @pytest.mark.slow
-def test_throughput_command():
-    """One round compares both variants of two copies of a script with Stable-Baselines3, and stores nothing."""
+def test_throughput_command(copy):
+    """A round compares both variants of two copies of a script with the peer, and stores nothing."""
     before = (experiments.RESULTS / "throughput.json").read_bytes()
     flags = ["--env-id", "CartPole-v1", "--num-envs", "2", "--rounds", "1", "--timesteps", "1024"]
-    command = [sys.executable, str(ROOT / "benchmarks/throughput.py"), *flags, "--script-dir", str(ROOT)]
+    command = [sys.executable, str(ROOT / "benchmarks/throughput.py"), *flags, "--script-dir", str(copy)]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for part in ("ppo.py --compile", "Stable-Baselines3", "environment", "advantages", "compiling"):
         assert part in output

@@ -1,90 +1,292 @@
-"""The README keeps its promises: its flags, files and commands exist, and its set-up is what CI runs."""
+"""The documents keep their promises: each code block of the README runs, and all that they name exists."""
 
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
+import shutil
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
-import ale_py
+import cli_helpers
 import gymnasium as gym
+import numpy as np
 import pytest
+import torch
 import tyro
 
+import plot
 import ppo
 import ppo_atari
 import ppo_continuous
 
 SCRIPTS = {"ppo.py": ppo, "ppo_continuous.py": ppo_continuous, "ppo_atari.py": ppo_atari}
-gym.register_envs(ale_py)
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text()
-COMMANDS = [
-    line.split(" # ")[0].strip()
-    for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
-    for line in block.splitlines()
-]
+README, METRICS, VARIANTS = (
+    (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/metrics.md", "docs/scripts.md")
+)
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+PROGRAMS = [text for language, text in BLOCKS if language == "python"]
+COMMANDS = [line for language, text in BLOCKS if language == "sh" for line in text.splitlines()]
+SET_UP = [line for line in COMMANDS if re.match(r"(python3 -m venv|source|pip|uv) ", line)]
+LOOPS = [line for line in COMMANDS if line.startswith("for ")]
+CALLS = [line for line in COMMANDS if re.match(r"python (ppo\w*|plot)\.py", line)]
+# Settings with which a command takes about a second. Where a script lacks one, it is left out.
+SHORT = {"total_timesteps": 100, "num_envs": 4, "num_steps": 16, "update_epochs": 1, "num_minibatches": 1}
+SHORT |= {"eval_episodes": 2, "eval_max_steps": 20}
+
+
+def parameters(texts: list[str]) -> list:
+    """The texts, as parameters of a test. Those that compile, export, record or play Atari games are slow."""
+    found = []
+    for text in texts:
+        slow = re.search("--compile|torch.export|--capture-video|atari", text)
+        marks = [pytest.mark.slow] if slow else []
+        found.append(pytest.param(text, marks=marks, id=text.splitlines()[0].strip("# ")))
+    return found
+
+
+def shortened(script) -> list[str]:
+    """Flags that make a command of this script short."""
+    names = [field.name for field in fields(script.Args) if field.name in SHORT]
+    return [word for name in names for word in (f"--{name.replace('_', '-')}", str(SHORT[name]))]
+
+
+def call(name: str, folder: Path, *args: str):
+    """Run a script or `plot.py` in a folder. It must succeed. Returns what it printed."""
+    script = cli_helpers.Script(SCRIPTS.get(name, plot))
+    done = cli_helpers.call(script, folder, *args)
+    assert done.status in (0, None), done.err
+    return done.out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with `my_env.py` of the README, and runs of `ppo.py` and `ppo_continuous.py`."""
+    folder = tmp_path_factory.mktemp("user")
+    (program,) = (text for text in PROGRAMS if text.startswith("# my_env.py"))
+    (folder / "my_env.py").write_text(program, encoding="utf-8")
+    call("ppo.py", folder, *shortened(ppo))
+    call("ppo_continuous.py", folder, "--env-id", "Pendulum-v1", *shortened(ppo_continuous))
+    return folder
+
+
+@pytest.fixture
+def user(folder, tmp_path, monkeypatch):
+    """A user who works in a copy of this folder. Whatever is done to `ppo` is undone."""
+    before, copy = dict(vars(ppo)), tmp_path / "user"
+    shutil.copytree(folder, copy)
+    monkeypatch.chdir(copy)
+    monkeypatch.syspath_prepend(str(copy))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: None))
+    yield copy
+    vars(ppo).update(before)
+    gym.registry.pop("Corridor-v0", None)
+    sys.modules.pop("my_env", None)
+
+
+def checkpoint_in(folder: Path) -> Path:
+    """The checkpoint of `ppo.py` on CartPole."""
+    (path,) = folder.glob("runs/CartPole*/checkpoint.pt")
+    return path
+
+
+def test_each_line_has_a_test():
+    """Each command is run by one of the tests below; `python my_env.py` runs with the other programs."""
+    assert set(COMMANDS) - {*SET_UP, *LOOPS, *CALLS} == {"python my_env.py"}
+    assert {language for language, _ in BLOCKS} == {"python", "sh"}
+
+
+@pytest.mark.parametrize("program", parameters(PROGRAMS))
+def test_each_program_runs(program, user, monkeypatch):
+    """Each Python block runs as a file, with short trainings."""
+    if "optuna" in program:
+        pytest.importorskip("optuna")
+    if "onnx" in program:
+        pytest.importorskip("onnxscript")
+    checkpoint, name = checkpoint_in(user), re.match(r"# (\w+\.py)|", program)[1]
+    arguments = {"my_ppo.py": shortened(ppo), "export.py": [str(checkpoint)]}
+    program = re.sub(r"total_timesteps=[\d_]+", "total_timesteps=1000", program)
+    (user / "program.py").write_text(program.replace("n_trials=10", "n_trials=2"), encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["program.py", *arguments.get(name, [])])
+    with cli_helpers.this_process_as_it_was():
+        runpy.run_path(str(user / "program.py"), run_name="__main__")
+    if name == "export.py":
+        check_exported(user, checkpoint)
+
+
+def check_exported(folder: Path, checkpoint: Path) -> None:
+    """Both exported policies act as the checkpoint's policy does, in batches of any size."""
+    from onnx.reference import ReferenceEvaluator
+
+    obs = torch.randn(7, 4)
+    expected = ppo.load_policy(checkpoint)(obs.numpy())
+    exported = torch.export.load(str(folder / "policy.pt2")).module()
+    np.testing.assert_array_equal(exported(obs).numpy(), expected)
+    (actions,) = ReferenceEvaluator(str(folder / "policy.onnx")).run(None, {"obs": obs.numpy()})
+    np.testing.assert_array_equal(actions, expected)
+
+
+@pytest.mark.parametrize("line", parameters(CALLS))
+def test_each_command_runs(line, user):
+    """Each command of a script, with short trainings and evaluations of a checkpoint that is there."""
+    line = line.replace("runs/.../checkpoint.pt", str(checkpoint_in(user)))
+    name, *args = shlex.split(line)[1:]
+    if name == "plot.py":
+        call(name, user, *args)
+    else:
+        # A run that is resumed must have more steps than before, and keeps the sizes of its networks.
+        shorter = ["--total-timesteps", "600"] if "--resume" in args else shortened(SCRIPTS[name])
+        assert "evaluation return" in call(name, user, *args, *shorter)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+@pytest.mark.parametrize("line", LOOPS)
+def test_each_loop_runs(line, user):
+    """Loops of the shell, which start several runs at once."""
+    before = set(user.glob("runs/*"))
+    line = line.replace("python ppo.py", shlex.join([sys.executable, str(ROOT / "ppo.py"), *shortened(ppo)]))
+    subprocess.run(["bash", "-ec", line], cwd=user, check=True)
+    assert len(set(user.glob("runs/*")) - before) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+def test_set_up(tmp_path):
+    """The set-up installs every module from a copy of the repository, without what they need.
+
+    `.ci/run` installs everything. PyTorch's CPU build is not downloaded: its command is only parsed.
+    """
+    shutil.copytree(ROOT, tmp_path / "copy", ignore=shutil.ignore_patterns(".*", "runs", "results", "build"))
+    lines = [
+        line.replace("pip install", "pip install --quiet --no-deps") for line in SET_UP if line[:2] != "uv"
+    ]
+    lines += [f"{line} --help > /dev/null" for line in SET_UP if line.startswith("uv ")]
+    modules = ["plot", *(name.removesuffix(".py") for name in SCRIPTS)]
+    code = f"from importlib.util import find_spec; assert all(map(find_spec, {modules}))"
+    lines += ["cd ..", f'python -c "{code}"']
+    subprocess.run(["bash", "-ec", "\n".join(lines)], cwd=tmp_path / "copy", check=True)
+
+
+def test_sizes():
+    """The README is short enough for five minutes."""
+    assert len(README.encode()) <= 12_000
 
 
 def test_every_flag_exists():
-    """Each --flag that the README names belongs to the script, the benchmarks or a tool it calls."""
+    """Each --flag that the documents name belongs to a script, or to a tool that they call."""
     names = {field.name for script in SCRIPTS.values() for field in fields(script.Args)}
     flags = {f"--{prefix}{name.replace('_', '-')}" for name in names for prefix in ("", "no-")}
-    others = {"--only", "--store", "--help", "--logdir", "--nproc-per-node"}
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", README)) <= flags | others
+    others = {"--help", "--compare", "--torch-backend", "--nproc-per-node", "--fix", "--check"}
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for text in (README, METRICS, VARIANTS, contributing):
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= flags | others
 
 
-@pytest.mark.parametrize("line", [line for line in COMMANDS if re.match(r"(python|torchrun .*) ppo", line)])
-def test_every_command_of_the_scripts_is_understood(line):
-    """The command line parses, its settings are accepted, and its environment is known to Gymnasium."""
-    name, *words = shlex.split(line.partition("ppo")[1] + line.partition("ppo")[2])
-    script = SCRIPTS[name]
-    args = tyro.cli(script.Args, args=words)
-    if not args.track:
-        script.check_args(args)
-    assert ":" in args.env_id or args.env_id in gym.registry or args.env_id.startswith("Taxi-")
+def test_every_extra_exists():
+    """Each extra that the README installs is one of the package's."""
+    extras = {extra for names in re.findall(r'"\.\[([\w,]+)\]"', README) for extra in names.split(",")}
+    project = (
+        (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[project.optional-dependencies]")[1]
+    )
+    assert extras
+    assert extras <= set(re.findall(r"^(\w+) = \[", project, re.MULTILINE))
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values())
 def test_every_variant_is_accepted(script):
     """The flags in the table of variants parse and are accepted together."""
-    variants = re.findall(r"^\| [^|`]+ \| `(--[^`]+)` \|$", README, re.MULTILINE)
+    variants = re.findall(r"^\| [^|`]+ \| `(--[^`]+)` \|$", VARIANTS, re.MULTILINE)
     assert len(variants) == 8
     for flags in variants:
         script.check_args(tyro.cli(script.Args, args=shlex.split(flags)))
 
 
+def test_links():
+    """Each local link and image is a file, and each anchor a heading."""
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/metrics.md",
+        "docs/scripts.md",
+        "benchmarks/README.md",
+    ):
+        path = ROOT / name
+        text = path.read_text(encoding="utf-8")
+        files = re.findall(r"(?:src|srcset)=\"([^\"]+)\"", text)
+        for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", text):
+            files.append(target or path.name)
+            if anchor:
+                linked = (path.parent / files[-1]).read_text(encoding="utf-8")
+                headings = re.findall(r"^#+ (.*)$", linked, re.MULTILINE)
+                assert anchor in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
+        assert [file for file in files if not (path.parent / file).is_file()] == [], name
+
+
+def test_equations_are_where_the_table_says():
+    """The functions and classes in the table of equations are in `ppo.py`, before the ruled line."""
+    first_half = (ROOT / "ppo.py").read_text(encoding="utf-8").split("# ========")[0]
+    table = README.split("## Read it")[1].split("\n\n")[2]
+    names = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.rsplit(" | ", 1)[1])]
+    assert len(names) > 9
+    for name in names:
+        assert re.search(rf"^(def|class) {name}\b", first_half, re.MULTILINE), name
+
+
+def tags_in(folder: Path) -> set[str]:
+    """The tags of a run's scalars."""
+    return set(cli_helpers.events(folder).Tags()["scalars"])
+
+
+def documented_tags() -> set[str]:
+    """The tags that have a row in a table."""
+    rows = [line.split(" | ")[0] for line in METRICS.splitlines() if line.startswith("| `")]
+    return {tag for row in rows for tag in re.findall(r"`(\w+/\w+)`", row)}
+
+
+def documented_advice() -> set[tuple[str, int]]:
+    """The advice that has a row in the table, with the number of iterations."""
+    return {
+        (name, int(number)) for name, number in re.findall(r"^\| `(\w+)` \| (\d+) \|", METRICS, re.MULTILINE)
+    }
+
+
+each_script = pytest.mark.parametrize("name", parameters(list(SCRIPTS)))
+
+
+@each_script
+def test_every_metric_is_documented(name, folder, tmp_path):
+    """Each tag that a script writes has a row. `folder` has runs of the scripts that need no game."""
+    if name == "ppo_atari.py":
+        folder = tmp_path
+        call(name, folder, *shortened(ppo_atari))
+    tags = tags_in(next(folder.glob(f"runs/*__{name[:-3]}__*")))
+    assert len(tags) > 18
+    assert tags - {"hp_metric"} <= documented_tags()
+
+
+def test_no_other_metric_is_documented(folder):
+    """Each tag that has a row is written by a run, or named in the script for Atari."""
+    written = set().union(*(tags_in(run) for run in folder.glob("runs/*")))
+    atari = (ROOT / "ppo_atari.py").read_text(encoding="utf-8")
+    assert [tag for tag in documented_tags() - written if f'"{tag.split("/")[1]}"' not in atari] == []
+
+
+def test_the_table_of_advice_is_complete():
+    """Each advice of a script has a row, and each row an advice."""
+    assert documented_advice() == {(name, n) for script in SCRIPTS.values() for name, n, *_ in script.ADVICE}
+
+
 def test_set_up_and_ci_run_the_same_tests():
-    """The two set-up commands are there, and CI installs the same extra and runs the same test command."""
-    setup = [line for line in COMMANDS if "-m venv" in line]
-    assert len(setup) == 2
-    assert setup[0].endswith("ppo.py --env-id CartPole-v1")
-    assert setup[1].endswith("pip install -e '.[dev]' && .venv/bin/python -m pytest")
+    """CI installs the `dev` extra and runs the test command that CONTRIBUTING.md gives."""
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     ci = (ROOT / ".ci" / "run").read_text()
+    assert 'pip install -e ".[dev]"' in contributing
+    assert "python -m pytest\n" in contributing
     assert "pip\" install --quiet -e '.[dev]'" in ci
     assert '/python" -m pytest\n' in ci
-
-
-def test_links_and_benchmarks_exist():
-    """Each local link and each benchmark that the README names is a file."""
-    for folder in (ROOT, ROOT / "benchmarks"):
-        text = (folder / "README.md").read_text()
-        files = re.findall(r"(?:src|srcset)=\"([^\"]+)\"", text)
-        for path, _, anchor in re.findall(r"\]\((?!http)([^)#]*)(#([^)]+))?\)", text):
-            files.append(path or "README.md")
-            if anchor:
-                headings = re.findall(r"^#+ (.*)$", (folder / files[-1]).read_text(), re.MULTILINE)
-                assert anchor in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
-        assert all((folder / path).is_file() for path in files), files
-    assert all((ROOT / path).is_file() for path in re.findall(r"benchmarks/\w+\.py", README))
-
-
-def test_names_of_functions_and_advice_exist():
-    """Functions that the table of equations points to exist, and the table of advice is complete."""
-    equations = README.split("## The paper, line by line")[1].split("Variants are settings")[0]
-    for name in re.findall(r"`([a-zA-Z_]+)`", equations):
-        assert hasattr(ppo, name) or name in ("ratio",), name
-    advice = README.split("## Advice")[1].split("## Runs")[0]
-    conditions = {condition.__name__ for script in SCRIPTS.values() for condition in script.ADVICE}
-    assert conditions <= set(re.findall(r"`(\w+)`", advice))

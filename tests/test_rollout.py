@@ -11,12 +11,10 @@ import scipy.stats
 import scripted_envs
 import torch
 from gymnasium import spaces
-from helpers import CONTINUOUS, DISCRETE, chi_square
-from scripted_envs import FIRST_ACTION
+from helpers import CONTINUOUS, DISCRETE
 
 KEY, STEPS, ROLLOUTS = 10, 5, 12
-SCRIPTED = "scripted_envs:Scripted-v0"
-BOX = "scripted_envs:ScriptedBox-v0"
+SCRIPTED, BOX = DISCRETE.env_id, CONTINUOUS.env_id
 VARIANTS = {  # script, settings, type of the environments
     "native": (DISCRETE, {"env_id": "scripted_envs:ScriptedNative-v0"}, "ScriptedVector"),
     "sync": (DISCRETE, {"env_id": SCRIPTED}, "SyncVectorEnv"),
@@ -52,7 +50,7 @@ def collected(variant):
 def received(case, actions):
     """What the environments get for the actions of a rollout."""
     if case is DISCRETE:
-        return actions + FIRST_ACTION
+        return actions + scripted_envs.FIRST_ACTION
     space = scripted_envs.ScriptedBox.action_space
     return np.clip(actions * [1.5, 5, 1] + [-0.5, 5, 0], space.low, space.high)
 
@@ -104,9 +102,9 @@ def test_rollout_is_the_script(variant):
 
 
 def test_script_has_every_kind_of_end():
-    """All three ends occur, also in last rows; episodes have lengths of 1, too, and all actions occur."""
+    """All three ends occur, also in last rows; episodes have lengths of 1, too."""
     for variant in ("native", "box"):
-        _, copies, joined = collected(variant)
+        _, copies, _ = collected(variant)
         ends = {True: set(), False: set()}
         for rollout in copies:
             for t, n in np.argwhere(rollout.terminated | rollout.truncated):
@@ -114,8 +112,6 @@ def test_script_has_every_kind_of_end():
         assert all(len(kinds) == 3 for kinds in ends.values())
         assert 1 in {length for rollout in copies for _, length in rollout.episodes}
         assert not all(rollout.valid[0].all() for rollout in copies)
-        if variant == "native":
-            assert set(joined["actions"].flatten().tolist()) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -149,13 +145,13 @@ def independent(first, second):
 
 def test_actions_fit_the_policy_and_are_independent():
     """Where all states are the same: between time steps, environments, and rollouts."""
-    _, copies, _ = collect(DISCRETE, 3, env_id="Still7-v0", num_envs=8, num_steps=400)
+    _, copies, _ = collect(DISCRETE, 3, env_id="Still-v0", num_envs=8, num_steps=400)
     policy = np.exp(copies[0].log_policy[0, 0])
     assert policy.min() > 0.05
     assert np.ptp(policy) > 0.1
     actions = np.stack([rollout.actions for rollout in copies])
-    counts = np.bincount(actions.flatten(), minlength=3)
-    assert chi_square(counts, policy) > 1e-4
+    counts, expected = np.bincount(actions.flatten(), minlength=3), policy * actions.size
+    assert scipy.stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), 2) > 1e-4
     assert independent(actions[:-1], actions[1:]) > 1e-4
     assert independent(actions[:, :-1], actions[:, 1:]) > 1e-4
     assert independent(actions[:, :, :-1], actions[:, :, 1:]) > 1e-4
@@ -163,23 +159,13 @@ def test_actions_fit_the_policy_and_are_independent():
 
 def test_noise_of_continuous_actions_is_independent():
     """The same, as correlations; between the numbers of an action, too."""
-    _, copies, _ = collect(CONTINUOUS, 3, env_id="StillBox7-v0", num_envs=8, num_steps=400)
+    _, copies, _ = collect(CONTINUOUS, 3, env_id="StillBox-v0", num_envs=8, num_steps=400)
     mean, log_std = np.split(copies[0].log_policy[0, 0], 2)
     noise = np.stack([(rollout.actions - mean) / np.exp(log_std) for rollout in copies])
     assert scipy.stats.kstest(noise.flatten(), scipy.stats.norm.cdf).pvalue > 1e-4
     for axis in range(noise.ndim):
         order = np.moveaxis(noise, axis, 0)
         assert scipy.stats.pearsonr(order[:-1].flatten(), order[1:].flatten()).pvalue > 1e-4
-
-
-def test_episodes_of_one_step():
-    """Every second row of a single environment is filler, wherever a rollout begins."""
-    _, copies, _ = collect(DISCRETE, 4, env_id="Still1-v0", num_envs=1, num_steps=3)
-    valid = np.concatenate([rollout.valid[:, 0] for rollout in copies])
-    assert valid.tolist() == [True, False] * 6
-    assert np.array_equal(valid, np.concatenate([rollout.truncated[:, 0] for rollout in copies]))
-    assert [len(rollout.episodes) for rollout in copies] == [2, 1, 2, 1]
-    assert {episode for rollout in copies for episode in rollout.episodes} == {(1.0, 1)}
 
 
 def test_native_cartpole():
@@ -207,8 +193,7 @@ def test_native_cartpole():
                 lengths.append(ages[n])
     episodes = [episode for rollout in copies for episode in rollout.episodes]
     assert episodes == [(length, length) for length in lengths]
-    assert 20 in lengths
-    assert min(lengths) < 20
+    assert min(lengths) < 20 == max(lengths)
 
 
 # Continuous actions
@@ -230,12 +215,10 @@ BOXES = {  # low, high, policy's actions, environment's actions
 
 
 @pytest.mark.parametrize("name", BOXES)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_bounds_of_actions(name, dtype):
+def test_bounds_of_actions(name):
     """-1 and 1 are the bounds, values outside are clipped; without two bounds, 0 is the nearest to 0."""
-    if (name, dtype) == ("widest", np.float32):
-        return
     low, high, actions, expected = BOXES[name]
+    dtype = np.float64 if name in ("widest", "asymmetric") else np.float32
     box = spaces.Box(dtype(low), dtype(high), dtype=dtype)
     agent = CONTINUOUS.new_agent(CONTINUOUS.make_args(), action_space=box)
     acted = agent.env_actions(np.float32(actions))
@@ -255,8 +238,8 @@ def truncations(env_id, **settings):
 
 def test_stagger_cuts_one_episode_of_each_environment():
     """With a limit of 7 steps, three of 4 are first cut after 1, 3 and 5 steps; all then by the limit."""
-    assert truncations("StillBox7-v0") == [[7, 15, 23]] * 4
+    assert truncations("StillBox-v0") == [[7, 15, 23]] * 4
     apart = [[7, 15, 23], [1, 9, 17, 25], [3, 11, 19, 27], [5, 13, 21, 29]]
-    assert truncations("StillBox7-v0", stagger=True) == apart
-    assert truncations("StillBox7-v0", stagger=True, async_envs=True) == apart
+    assert truncations("StillBox-v0", stagger=True) == apart
+    assert truncations("StillBox-v0", stagger=True, async_envs=True) == apart
     assert truncations(BOX, stagger=True) == truncations(BOX)  # without a limit

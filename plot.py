@@ -1,0 +1,150 @@
+"""Learning curves of runs, from their TensorBoard files. Runs of CleanRL have the same tags.
+
+    python plot.py runs/* --output curves.png
+    python plot.py runs/* --compare
+
+Each environment has a panel, and each experiment (`--exp-name`) a line: the mean of its seeds, with a band
+from the lowest to the highest seed, up to the end of the shortest run. NaN and infinite values are left out.
+"""
+
+import logging
+import re
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from glob import glob
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import tyro
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+try:
+    import matplotlib.pyplot as plt
+    import pandas as pd
+    from matplotlib.ticker import EngFormatter
+except ImportError as error:
+    print(f'plot.py needs {error.name}: pip install matplotlib "pandas<3"', file=sys.stderr)
+    sys.exit(2)
+
+RUN = re.compile(r"(?P<env_id>.+?)__(?P<experiment>.+)__(?P<seed>-?\d+)__(?P<date>[\d-]+)")  # its folder
+COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"  # Okabe and Ito 2008
+LOOKS = plt.cycler(linestyle=["-", "--", ":", "-."]) * plt.cycler(color=COLORS)  # all colors, then dashed
+
+
+@dataclass
+class Args:  # the comments are the texts of --help
+    runs: tyro.conf.Positional[tuple[str, ...]] = ("runs",)  # folders with runs, at any depth
+    tag: str = "charts/episodic_return"  # the scalar to plot, as TensorBoard names it
+    x: Literal["steps", "seconds"] = "steps"  # seconds leave out the pause before a --resume
+    smooth: float = 0.05  # average over this share of the panel's longest run; 0 for none
+    output: str | None = None  # file of the figure (.png, .pdf, .svg); default: a window, else curves.png
+    compare: bool = False  # print a table of the last values instead
+
+
+def read_curve(folder: Path, tag: str) -> pd.DataFrame:
+    """The values of a tag, with their steps and seconds. TensorBoard drops steps that a --resume repeats."""
+    logging.getLogger("tensorboard").setLevel("ERROR")  # it warns of each step that it drops
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})  # 0: all, not a sample
+    if folder.is_dir():
+        events.Reload()
+    scalars = events.Scalars(tag) if tag in events.Tags()["scalars"] else []
+    values = [(event.wall_time, event.step, event.value) for event in scalars]
+    curve = pd.DataFrame(values, columns=["wall_time", "steps", "value"], dtype=float)
+    curve["seconds"] = curve.wall_time - (events.FirstEventTimestamp() if scalars else 0)
+    for file in sorted(folder.glob("events.out.tfevents.[0-9]*"))[1:]:  # each --resume has its own file,
+        start = int(file.name.split(".")[3])  # and its time in the name
+        before = curve.wall_time[curve.wall_time < start]
+        curve.loc[curve.wall_time >= start, "seconds"] -= start - before.max() if len(before) else 0
+    return curve[np.isfinite(curve.value)]
+
+
+def load_runs(paths: tuple[str, ...], tag: str) -> pd.DataFrame:
+    """A row per run: env_id, experiment, seed, date, folder and curve. It prints what it skips, and why."""
+    folders: set[Path] = set()
+    for path in [Path(path) for pattern in paths for path in glob(pattern) or [pattern]]:
+        folders |= {file.parent for file in path.rglob("*tfevents*")} or {path}
+    with ProcessPoolExecutor() as pool:  # TensorBoard reads some 40,000 values per second
+        curves = pool.map(read_curve, sorted(folders), [tag] * len(folders))
+    rows = []
+    for folder, curve in zip(sorted(folders), curves, strict=True):
+        if len(curve) and (name := RUN.fullmatch(folder.name)):
+            rows.append({**name.groupdict(), "folder": folder, "curve": curve})
+        else:
+            reason = "its name is not env_id__exp_name__seed__date" if len(curve) else f"it has no {tag}"
+            print(f"skipped {folder}: {reason}", file=sys.stderr)
+    if not rows:
+        print("plot.py: nothing to plot", file=sys.stderr)
+        sys.exit(2)
+    runs = pd.DataFrame(rows).sort_values("date")
+    runs.loc[runs.date.str.isdigit(), "experiment"] += " (CleanRL)"  # its folders end in the Unix time
+    older = runs.duplicated(["env_id", "experiment", "seed"], keep="last")
+    for folder in runs.folder[older]:
+        print(f"skipped {folder}: a later run has its environment, experiment and seed", file=sys.stderr)
+    return runs[~older]
+
+
+def smooth(curve: pd.DataFrame, x: str, window: float, points: np.ndarray) -> np.ndarray:
+    """The curve at these points of x, where each value is the mean of those from x - window to x."""
+    sums = np.concatenate([[0.0], curve.value.cumsum()])
+    first, end = curve[x].searchsorted(curve[x] - window), curve[x].searchsorted(curve[x], "right")
+    return np.interp(points, curve[x], (sums[end] - sums[first]) / (end - first))
+
+
+def draw(runs: pd.DataFrame, args: Args) -> None:
+    """A panel for each environment, with a line for each experiment."""
+    panels = runs.groupby("env_id")
+    looks = dict(zip(sorted(set(runs.experiment)), LOOKS(), strict=False))
+    columns = int(np.ceil(np.sqrt(len(panels))))
+    rows = int(np.ceil(len(panels) / columns))
+    figure = plt.figure(figsize=(5 * columns, 3.6 * rows), dpi=150, layout="constrained")
+    figure.suptitle("mean (line) and range (band) of the seeds, up to the end of the shortest run", size=11)
+    for place, (env_id, panel) in enumerate(panels, 1):
+        axes = figure.add_subplot(rows, columns, place)
+        window = float(f"{args.smooth * max(curve[args.x].max() for curve in panel.curve):.1g}")  # round
+        for experiment, group in panel.groupby("experiment"):
+            start = max(curve[args.x].min() for curve in group.curve)
+            end = min(curve[args.x].max() for curve in group.curve)
+            points = np.linspace(start, max(start, end), 500)
+            lines = [smooth(curve, args.x, window, points) for curve in group.curve]
+            look = {**looks[experiment], "label": f"{experiment}, seeds: {len(group)}"}
+            axes.plot(points, np.mean(lines, 0), marker="" if start < end else "o", **look)
+            axes.fill_between(points, np.min(lines, 0), np.max(lines, 0), alpha=0.2, fc=look["color"])
+        smoothing = f"\nmean of the last {window:,.10g} {args.x}" if window else ""
+        axes.set(title=env_id, xlabel=args.x, ylabel=args.tag + smoothing, xlim=(0, None))
+        if args.x == "steps":
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k, 1M
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, fontsize="small", frameon=False)
+    if args.output or plt.get_backend().lower() == "agg":  # agg: there is no display
+        plt.savefig(args.output or "curves.png")
+    else:
+        plt.show()
+
+
+def compare(runs: pd.DataFrame, args: Args) -> None:
+    """Print each experiment's last values: their interquartile mean, with its 95% bootstrap interval."""
+    random, table = np.random.default_rng(0), []
+    for names, group in runs.groupby(["env_id", "experiment"]):
+        last = [curve.value[curve.steps > 0.9 * curve.steps.max()].mean() for curve in group.curve]
+        size, cut = len(last), len(last) // 4
+        samples = np.vstack([last, random.choice(last, (10_000, size))])  # the runs, then resampled runs
+        means = np.sort(samples)[:, cut : size - cut].mean(1)
+        low, high = np.percentile(means[1:], (2.5, 97.5))
+        interval = f"{low:.5g} to {high:.5g}" if size > 1 else "-"
+        steps = f"{min(curve.steps.max() for curve in group.curve):,.0f}"
+        table.append((*names, steps, size, f"{means[0]:.5g}", interval))
+    columns = "environment", "experiment", "steps", "seeds", "interquartile mean", "95% interval"
+    print(pd.DataFrame(table, columns=columns).to_string(index=False))
+    print(f"{args.tag}: mean of the last 10% of each run's steps. Intervals of few seeds are too narrow.")
+
+
+def main() -> None:
+    args = tyro.cli(Args, description=__doc__)
+    runs = load_runs(args.runs, args.tag)
+    present = compare if args.compare else draw
+    present(runs, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""plot.py: runs of ours and of CleanRL, what is skipped, resumed runs, the figure and the table."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("pandas")
+import plot
+
+TAG = "charts/episodic_return"
+OURS = "CartPole-v1__ppo__{}__20260102-030405-{:06}"
+
+
+def write(folder, points, tag=TAG, purge_step=None, start=None):
+    """Write (step, value) points as a run does, a second of wall time for each step."""
+    start = start or time.time()
+    with SummaryWriter(str(folder), purge_step=purge_step) as writer:
+        for step, value in points:
+            writer.add_scalar(tag, value, step, walltime=start + step)
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """Three seeds of ours, of which one is shorter, and two of CleanRL, with two episodes per step."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    plot.plt.switch_backend("agg")
+    for seed, end in (1, 1000), (2, 1000), (3, 800):
+        write(Path("runs", OURS.format(seed, 0)), [(step, seed) for step in range(100, end + 1, 100)])
+    for seed in 1, 2:
+        episodes = [(step, value) for step in range(4, 1001, 4) for value in (0, 10 * seed)]
+        write(Path("runs", f"CartPole-v1__ppo__{seed}__1760000000"), episodes)
+    return tmp_path / "runs"
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["plot.py", *map(str, arguments)])
+    plot.main()
+
+
+def test_lines_of_ours_and_of_cleanrl(runs, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plot.plt, "savefig", lambda path: figures.append(plot.plt.gcf()))
+    run(monkeypatch, "runs/*")
+    (axes,) = figures[0].axes
+    ours, cleanrl = axes.lines
+    assert (ours.get_label(), cleanrl.get_label()) == ("ppo, seeds: 3", "ppo (CleanRL), seeds: 2")
+    assert ours.get_xdata()[[0, -1]].tolist() == [100, 800]  # what all seeds have
+    np.testing.assert_allclose(ours.get_ydata(), 2)
+    np.testing.assert_allclose(cleanrl.get_ydata(), 7.5)
+    assert axes.collections[0].get_datalim(axes.transData).intervaly.tolist() == [1, 3]
+    assert axes.get_title() == "CartPole-v1"
+    assert axes.get_ylabel() == f"{TAG}\nmean of the last 50 steps"
+
+
+@pytest.mark.parametrize("x", ["steps", "seconds"])
+def test_figure_is_saved(runs, monkeypatch, x):
+    run(monkeypatch, "runs", "--x", x, "--smooth", 0)
+    run(monkeypatch, "runs", "--x", x, "--output", "other.pdf")
+    assert Path("curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert Path("other.pdf").exists()
+
+
+def test_table_of_last_values(runs, monkeypatch, capsys):
+    run(monkeypatch, "runs", "--compare")
+    _header, ours, cleanrl, _ = capsys.readouterr().out.splitlines()
+    assert ours.split() == ["CartPole-v1", "ppo", "800", "3", "2", "1", "to", "3"]
+    assert cleanrl.split() == ["CartPole-v1", "ppo", "(CleanRL)", "1,000", "2", "7.5", "5", "to", "10"]
+
+
+def test_skipped_runs_are_named(runs, monkeypatch, capsys):
+    write(runs / OURS.format(4, 0), [(1, 1.0)], tag="losses/kl")
+    write(runs / "no_run", [(1, 1.0)])
+    write(runs / OURS.format(1, 1), [(1, 1.0), (2, np.nan), (3, 1.0)])  # later than seed 1 of the fixture
+    (runs / "empty").mkdir()
+    run(monkeypatch, "runs/*", "missing")
+    skipped = capsys.readouterr().err.splitlines()
+    assert [Path(line.split(": ")[0].removeprefix("skipped ")).name for line in skipped] == [
+        "missing", OURS.format(4, 0), "empty", "no_run", OURS.format(1, 0),
+    ]  # fmt: skip
+
+
+def test_nothing_to_plot(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, tmp_path)
+    assert capsys.readouterr().err.splitlines()[-1] == "plot.py: nothing to plot"
+
+
+def test_resumed_run_has_no_step_twice_and_no_pause(tmp_path):
+    start = time.time() - 10_000
+    write(tmp_path, [(step, 1.0) for step in range(1, 7)], start=start)
+    (first,) = tmp_path.iterdir()
+    first.rename(tmp_path / f"events.out.tfevents.{int(start)}.host")
+    write(tmp_path, [(step, 2.0) for step in range(5, 9)], purge_step=5)  # from a checkpoint at step 4
+    curve = plot.read_curve(tmp_path, TAG)
+    assert curve.steps.tolist() == list(range(1, 9))
+    assert curve.value.tolist() == [1.0] * 4 + [2.0] * 4
+    assert curve.seconds.is_monotonic_increasing
+    assert curve.seconds.max() < 100
+
+
+def test_smoothing_averages_the_window_behind():
+    curve = plot.pd.DataFrame({"steps": [1.0, 2.0, 2.0, 4.0], "value": [1.0, 2.0, 4.0, 8.0]})
+    points = np.array([1.0, 2.0, 3.0, 4.0])
+    np.testing.assert_allclose(plot.smooth(curve, "steps", 0, points), [1, 3, 5.5, 8])
+    np.testing.assert_allclose(plot.smooth(curve, "steps", 2, points), [1, 7 / 3, 3.5, 14 / 3])
+
+
+def test_missing_extra_is_one_line():
+    code = "import sys; sys.modules['pandas'] = None; import plot"
+    folder = Path(plot.__file__).parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == 'plot.py needs pandas: pip install matplotlib "pandas<3"\n'
