@@ -902,7 +902,7 @@ def evaluate(path: Path, args: Args) -> np.ndarray:
 BOUNDS = {  # settings outside these are nonsense
     "num_envs num_minibatches hidden_size num_threads eval_episodes update_epochs": (1, 1e6),
     "total_timesteps eval_max_steps": (1, 1e15),
-    "num_steps": (2, 1e6),  # a rollout of one step may hold nothing but filler rows
+    "num_steps": (4, 1e6),  # of fewer steps, all but one may be filler rows
     "learning_rate clip_coef max_grad_norm desired_kl target_kl checkpoint_seconds log_seconds": (1e-12, 1e6),
     "gamma gae_lambda": (0, 1),
     "ent_coef vf_coef kl_coef target_entropy": (0, 1e6),

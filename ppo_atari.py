@@ -953,8 +953,8 @@ def check_args(args: Args) -> None:
     refuse(args.resume and args.evaluate, "--resume and --evaluate exclude each other")
     refuse(args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy")
     device, here = pick_device(args), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    few = device.startswith("cuda") and here > torch.cuda.device_count()
-    refuse(few, f"{here} processes need as many GPUs; use --device cpu")
+    few = device.startswith("cuda") and torch.cuda.device_count() < here > 1
+    refuse(few, f"each of the {here} processes needs a GPU of its own; use --device cpu")
     refuse(device == "mps" and processes > 1, "--device mps is for one process; use --device cpu")
     with refuse_errors(f"--device {device} cannot be used; use cpu", RuntimeError, AssertionError):
         torch.zeros(1, device=device)

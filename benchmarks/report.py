@@ -30,7 +30,7 @@ PUBLISHED = {  # Stable-Baselines3's RL Zoo, benchmark.md, with settings tuned f
     "CartPole-v1": "500.0 ± 0.0 at 100k",
     "Acrobot-v1": "-73.5 ± 18.2 at 1M",
     "MountainCar-v0": "-110.4 ± 19.5 at 1M",
-    "LunarLander-v3": "242.1 ± 31.8 at 1M (v2)",
+    "LunarLander-v3": "242.1 ± 31.8 at 1M, v2",
 }
 VARIANTS = {  # in throughput.json
     "ours": "eager",
@@ -231,7 +231,7 @@ def speed_table(rows: list[dict[str, Any]]) -> Iterator[Row]:
                     "task": f"{row['env_id']}, N = {row['num_envs']:,}",
                     "variant": label,
                     "steps per second": "{1:,.0f} ({0:,.0f} to {2:,.0f})".format(*found["sps"]),
-                    "ratio": "**{1:.2f}** ({0:.2f} to {2:.2f})".format(*found.get("ratio", (1, 1, 1))),
+                    "ratio": "**{1:.2f}** ({0:.2f} to {2:.2f})".format(*found["ratio"]) if shares else "",
                     "memory, MiB": f"{found['mib']:,}",
                     **{part: f"{shares[part]:.0%}" if shares else "" for part in parts},
                     "compiling, s": f"{compiling[1]:.0f}" if compiling else "",
@@ -245,7 +245,7 @@ def short_table(results: pd.DataFrame, rows: list[tuple[str, experiments.Task]])
             "environment": env_id,
             "steps": short(steps),
             "greedy return": spread(select(results, name, (env_id, steps)).greedy),
-            "best published": published(env_id),
+            "best published": published(env_id).partition(" (")[0],
         }
 
 

@@ -1,10 +1,10 @@
-"""A process of `test_two_processes_learn_like_one`: updates on its share of one and the same rollout."""
+"""A process of the tests of torchrun, in test_atari.py: `python atari_worker.py <what> <folder>`."""
 
+import os
 import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
@@ -12,43 +12,77 @@ from test_atari import make_agent, make_args, make_rollout, make_state  # noqa: 
 
 import ppo_atari as ppo  # noqa: E402
 
-rank, size = ppo.world()
+RANK, PROCESSES = ppo.world()
 torch.set_num_threads(1)
-args = make_args(num_minibatches=2, update_epochs=3, max_grad_norm=0.5, learning_rate=1e-3)
-agent = make_agent(args)
-vector = ppo.flatten_parameters(agent)
-before = vector.detach().clone()
-optimizer = torch.optim.Adam([vector], 1e-3, eps=1e-5)
-if size > 1:
-    dist.init_process_group("gloo")  # after Adam, as in the script, which says why
-whole = make_rollout(args, agent, seed=4, chance=0.3)
-share = slice(rank * args.num_envs // size, (rank + 1) * args.num_envs // size)
-rollout = ppo.Rollout(args, agent, args.num_envs // size)
-for name in ("obs", "policy", "values", "actions", "rewards", "terminated", "truncated", "valid"):
-    getattr(rollout, name).copy_(getattr(whole, name)[:, share])
-counts = whole.valid.sum(0)
-assert counts[:2].sum() != counts[2:].sum()  # unequal shares, or weights would not matter
-
-_, weights = ppo.deal(rollout.valid.flatten().nonzero().squeeze(-1), 2, rollout.valid.numel() // 2)
-of_all = ppo.total((weights > 0).sum(1, keepdim=True))  # rows of each minibatch, in all processes
-torch.testing.assert_close(weights, (weights > 0) / of_all)
 
 
-def deal(rows, parts, size):
-    """Even steps to one minibatch, odd ones to the other, in one process and in two."""
-    order, filled = torch.zeros(2, parts, size)
-    for part in range(parts):
-        own = rows[rows // rollout.valid.shape[1] % parts == part]
-        order[part, : len(own)], filled[part, : len(own)] = own.float(), 1
-    return order.long(), filled / ppo.total(filled.sum(1, keepdim=True))
+def learn(whole, args):
+    """An iteration on this process's share of a rollout: metrics, weights, and the KL after each step."""
+    agent = make_agent(args, seed=RANK)  # other weights than the first process's, until they are connected
+    optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5)
+    rollout, share = ppo.Rollout(args, agent), args.num_envs // PROCESSES
+    for name in ("obs", "log_policy", "values", "actions", "rewards", "terminated", "truncated", "valid"):
+        getattr(rollout, name)[:] = getattr(whole, name)[:, RANK * share : (RANK + 1) * share]
+    agent.unused = torch.nn.Linear(2, 2)  # its gradient is None
+    kls, kls_here = [], []
+    with ppo.connect(args, agent, seed=RANK):
+        noise = ppo.gumbel_noise(4)
+        batch, metrics = ppo.make_batch(agent, rollout, args)
+
+        def step(minibatch):
+            metrics = ppo.gradient_step(agent, optimizer, args, make_state(args), minibatch)
+            kls.append(ppo.distance_moved(agent, minibatch))
+            with torch.no_grad():
+                kl = ppo.kl_divergence(minibatch.log_policy, agent(minibatch.obs)[0])
+            kls_here.append((kl @ minibatch.weights / minibatch.weights.sum()).item())
+            return metrics
+
+        metrics |= ppo.update(agent, step, batch, args)
+    weights = torch.cat([parameter.detach().flatten() for parameter in agent.parameters()])
+    return {"metrics": metrics, "weights": weights, "kls": kls, "kls_here": kls_here, "noise": noise}
 
 
-ppo.deal = deal
-figures = ppo.update(agent, optimizer, rollout, make_state(args), args)
-if rank == 0:
-    torch.save({"before": before, "weights": vector.detach(), "figures": figures}, sys.argv[1])
-if size > 1:
-    dist.destroy_process_group()
+def share_of_an_update():
+    """One minibatch per epoch: what is in it does not depend on the number of processes."""
+    args = make_args(num_minibatches=1, update_epochs=4, learning_rate=1e-3)
+    whole = make_rollout(args, make_agent(args), seed=4, chance=0.3)
+    counts = whole.valid.sum(0)
+    assert counts[:2].sum() != counts[2:].sum()  # unequal shares
+    results = learn(whole, args)
+    target = ppo.replace(args, target_kl=sum(results["kls"][1:3]) / 2)  # reached after three epochs
+    results["stopped"] = learn(whole, target)
+    return results
+
+
+def seeds_of_games():
+    """Train, resume and evaluate. Returns the number of games and the seed of each reset."""
+    resets, make_envs = [], ppo.make_envs
+
+    def recorded(*args, **kwargs):
+        envs = make_envs(*args, **kwargs)
+        reset = envs.reset
+
+        def call(seed):
+            resets.append((envs.num_envs, seed))
+            return reset(seed=seed)
+
+        envs.reset = call
+        return envs
+
+    ppo.make_envs = recorded
+    args = make_args(env_id="Pong", total_timesteps=32, eval_episodes=2, eval_max_steps=2)
+    results = ppo.train(args)
+    if PROCESSES == 1:
+        ppo.train(ppo.replace(args, resume=results["checkpoint"], total_timesteps=64))
+    return resets
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[2], f"{PROCESSES}-{RANK}")
+    folder.mkdir()
+    os.chdir(folder)
+    results = globals()[sys.argv[1]]()
+    torch.save(results, folder / "results.pt")
     if sys.platform == "linux":
         threads = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
         assert not [name for name in threads if "gloo" in name], threads  # one that outlives Python aborts it

@@ -21,7 +21,7 @@ import user_envs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent
-SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 STEPS = 32  # steps of each of 4 environments: a rollout is at most 128 transitions
 SMALL = [*("--num-envs", 4), *("--num-steps", STEPS), *("--update-epochs", 2), *("--num-minibatches", 2)]
 SMALL += [*("--eval-episodes", 3), *("--hidden-size", 16)]

@@ -1,7 +1,4 @@
-"""What is ppo_atari.py's own: DeepMind's protocol on the ALE, the convolutional network, several processes.
-
-What it shares with ppo.py is tested there; test_copies.py sees that it is the same.
-"""
+"""What is ppo_atari.py's own: DeepMind's protocol, the convolutional network, several processes."""
 
 import inspect
 import os
@@ -10,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import cv2
@@ -19,30 +16,42 @@ import numpy as np
 import pytest
 import torch
 from ale_py.vector_env import AtariVectorEnv
+from cli_helpers import (
+    Script,
+    assert_refused,
+    call,
+    checkpoint_in,
+    curves,
+    environment,
+    load,
+    same,
+    steps_done,
+)
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
-from helpers import brute_force_gae, float64, random_ends
+from helpers import direct_gae, float64, random_ends
 from stable_baselines3.common.policies import ActorCriticCnnPolicy
 from torch.distributions import Categorical
 
+import ppo as ppo_discrete
 import ppo_atari as ppo
 
-SCRIPT = Path(ppo.__file__)
-WORKER = Path(__file__).with_name("atari_worker.py")
+ATARI = Script(ppo)
 SMALL = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "num_threads": 1, "device": "cpu"}
-QUICK = ("--num-envs", 2, "--num-steps", 16, "--num-minibatches", 2, "--num-threads", 1, "--device", "cpu")
-QUICK = (*QUICK, "--eval-episodes", 1)
+QUICK = ["--env-id", "Pong", "--num-envs", 2, "--num-steps", 16, "--num-minibatches", 2, "--num-threads", 1]
+QUICK += ["--device", "cpu", "--eval-episodes", 2, "--eval-max-steps", 60]
 
 
 def make_args(**changes):
-    return replace(ppo.Args(), **SMALL | changes)
+    return ppo.Args(**{**SMALL, **changes})
 
 
 def make_agent(args, num_actions=5, seed=0):
+    """An agent whose policy depends on what it sees."""
     torch.manual_seed(seed)
     agent = ppo.Agent(args, spaces.Discrete(num_actions))
-    with torch.no_grad():  # so that policies depend on what is seen
+    with torch.no_grad():
         agent.actor.weight.mul_(100)
     return agent
 
@@ -52,68 +61,51 @@ def make_state(args):
 
 
 def make_rollout(args, agent, seed=0, chance=0.2):
-    """A rollout of random images and rewards, with actions that the agent has sampled."""
+    """A rollout of all processes, of random images and rewards, with actions that the agent has sampled."""
     rng = np.random.default_rng(seed)
-    rollout = ppo.Rollout(args, agent, args.num_envs)
-    ends = random_ends(rng, args.num_steps, args.num_envs, chance)
-    rollout.terminated, rollout.truncated, rollout.valid = map(torch.from_numpy, ends)
-    rollout.obs.copy_(torch.from_numpy(rng.integers(0, 256, rollout.obs.shape, dtype=np.uint8)))
-    rollout.rewards.copy_(torch.from_numpy(np.sign(rng.normal(size=rollout.rewards.shape)) * ends[2]))
+    rollout = ppo.Rollout(args, agent)
+    shape = args.num_steps, args.num_envs
+    rollout.terminated, rollout.truncated, rollout.valid = random_ends(rng, *shape, chance)
+    rollout.obs = torch.from_numpy(rng.integers(0, 256, (shape[0] + 1, shape[1], 4, 84, 84), dtype=np.uint8))
+    rollout.rewards = np.sign(rng.normal(size=shape)).astype(np.float32) * rollout.valid
     torch.manual_seed(seed)
     with torch.no_grad():
-        for t, obs in enumerate(rollout.obs):
-            action, policy, rollout.values[t] = agent.act(obs, agent.noise(args.num_envs))
-            if t < args.num_steps:
-                rollout.actions[t], rollout.policy[t] = action, policy
+        steps = [agent.act(obs, ppo.gumbel_noise(shape[1], agent.num_actions)) for obs in rollout.obs]
+    rollout.actions = torch.stack([actions for actions, _, _ in steps[:-1]]).numpy()
+    rollout.log_policy = torch.stack([log_policy for _, log_policy, _ in steps[:-1]])
+    rollout.values = torch.stack([values for _, _, values in steps])
     return rollout
 
 
-def run(*flags, cwd, launcher=(sys.executable,), status=0, timeout=200):
-    command = [*launcher, str(SCRIPT), *map(str, flags)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done
-
-
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-
-# The protocol: DeepMind's, of which Gymnasium has an implementation of its own.
+# The protocol: DeepMind's. Gymnasium has an implementation of its own.
 
 
 class Fire(gym.Wrapper):
     """Presses FIRE for one frame after a reset."""
 
     def reset(self, **kwargs):
-        _, info = self.env.reset(**kwargs)
+        self.env.reset(**kwargs)
         obs, _, _, _, info = self.env.step(1)
         return obs, info
 
 
-def reference(game, fire, **settings):
-    """One game by Gymnasium's wrappers, without no-ops at the start."""
-    env = gym.make(f"ALE/{game}-v5", frameskip=1, repeat_action_probability=0.0, **settings)
+def reference(game, fire):
+    """One game by Gymnasium's wrappers, without frames without an action at the start."""
+    env = gym.make(f"ALE/{game}-v5", frameskip=1, repeat_action_probability=0.0)
     env = AtariPreprocessing(Fire(env) if fire else env, noop_max=0, frame_skip=4, screen_size=84)
     return FrameStackObservation(env, 4, padding_type="zero")
-
-
-@pytest.fixture
-def no_noops(monkeypatch):
-    """Games of ours begin without no-ops, which are drawn otherwise than Gymnasium's."""
-    make_vec = gym.make_vec
-    monkeypatch.setattr(gym, "make_vec", lambda *args, **kwargs: make_vec(*args, **kwargs, noop_max=0))
 
 
 @pytest.mark.parametrize(
     ("game", "fire", "steps"),
     [("Breakout", True, 700), ("Pong", True, 1100), ("MsPacman", False, 700), ("Freeway", False, 300)],
 )
-def test_the_protocol_is_gymnasiums(game, fire, steps, no_noops):
-    """Step by step the same images, rewards, ends and frame numbers, over whole games.
+def test_the_protocol_is_gymnasiums(game, fire, steps):
+    """Step by step the same four images in their order, rewards, ends and frame numbers, over whole games.
 
     MsPacman has lives and no FIRE button, Freeway neither. The reference's lost lives are counted here.
     """
-    envs = ppo.make_envs(make_args(env_id=f"{game}NoFrameskip-v4"), 1)
+    envs = ppo.make_envs(make_args(env_id=f"{game}NoFrameskip-v4", env_kwargs="noop_max=0"), 1)
     env = reference(game, fire)
     obs, info = envs.reset(seed=3)
     expected, expected_info = env.reset(seed=3)
@@ -136,11 +128,10 @@ def test_the_protocol_is_gymnasiums(game, fire, steps, no_noops):
         assert reward[0] == np.sign(raw)
         assert terminated[0] == (over or lost)
         assert truncated[0] == cut
-        assert info["lives"][0] == lives
         assert info["episode_frame_number"][0] == expected_info["episode_frame_number"]
-        assert ("rollout_episode" in info) == over
+        assert ("episode_statistics" in info) == over
         if over:
-            assert info["rollout_episode"]["r"][0] == score
+            assert info["episode_statistics"]["r"][0] == score
             games += 1
     assert games >= 1 or game == "Freeway"
 
@@ -149,7 +140,6 @@ def test_the_protocol_is_gymnasiums(game, fire, steps, no_noops):
 def test_how_games_begin(game, most, fire):
     """A frame of FIRE where there is that button, then 0 to 28 frames without action, else 0 to 29."""
     envs, frames = ppo.make_envs(make_args(env_id=game), 8), set()
-    assert envs.pressed == fire  # after a lost life, too; action 1 is FIRE where there is that button
     for seed in range(8):
         _, info = envs.reset(seed=100 * seed)
         frames |= set((info["episode_frame_number"] - fire).tolist())
@@ -158,13 +148,9 @@ def test_how_games_begin(game, most, fire):
     assert len(frames) > 15
 
 
-def test_a_game_is_cut_after_its_frames(monkeypatch):
-    """The ALE's time limit truncates; the limit itself is its default, half an hour at 60 frames a second."""
-    make_vec = gym.make_vec
-    monkeypatch.setattr(
-        gym, "make_vec", lambda *a, **kwargs: make_vec(*a, **kwargs, max_num_frames_per_episode=400)
-    )
-    envs = ppo.make_envs(make_args(env_id="Pong"), 1)
+def test_a_game_is_cut_after_its_frames():
+    """The ALE's time limit truncates; the limit is its default, half an hour at 60 frames a second."""
+    envs = ppo.make_envs(make_args(env_id="Pong", env_kwargs="max_num_frames_per_episode=400"), 1)
     envs.reset(seed=1)
     ends = [envs.step(np.array([0]))[2:4] for _ in range(105)]
     assert sum(truncated[0] for _, truncated in ends) == 1
@@ -172,158 +158,188 @@ def test_a_game_is_cut_after_its_frames(monkeypatch):
     assert inspect.signature(AtariVectorEnv).parameters["max_num_frames_per_episode"].default == 108_000
 
 
-def test_names_of_a_game():
-    """The names by which users know a game mean the same."""
-    names = ("Breakout", "BreakoutNoFrameskip-v4", "BreakoutDeterministic-v0", "ALE/Breakout-v5")
-    firsts = []
-    for name in names:
-        envs = ppo.make_envs(make_args(env_id=name), 2)
-        envs.reset(seed=5)
-        firsts.append(envs.step(np.array([2, 3]))[0])
-        assert envs.unwrapped.spec.kwargs["repeat_action_probability"] == 0
-        assert envs.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
-        envs.close()
-    for first in firsts[1:]:
-        np.testing.assert_array_equal(first, firsts[0])
-
-
-def test_a_video_shows_the_first_game(tmp_path):
-    """The images of a video are the first game's observations, but in colour and full size."""
-    envs = ppo.make_envs(make_args(env_id="Pong"), 3, tmp_path)
-    rng, shapes = np.random.default_rng(0), []
-    envs.reset(seed=1)
-    for _ in range(60):
-        obs, *_ = envs.step(rng.integers(6, size=3))
-    for image in envs.env.render():
-        grey = cv2.resize(image @ [0.299, 0.587, 0.114], (84, 84), interpolation=cv2.INTER_AREA)
-        errors = [np.abs(grey - own[-1]).mean() for own in obs]
-        assert errors[0] < 0.35 < min(errors[1:])
-        shapes.append(image.shape)
-    assert shapes == [(210, 160, 3)] * 3
+def first_images(**settings):
+    envs = ppo.make_envs(make_args(**settings), 2)
+    envs.reset(seed=5)
+    images = [envs.step(np.array([2 + t // 3 % 2, 3]))[0] for t in range(40)]
     envs.close()
+    return np.stack(images)
 
 
-def test_sticky_actions():
-    """With the flag, games of the same seed and actions go another way than without."""
-    frames = []
-    for sticky in (0.0, 0.0, 0.25):
-        envs = ppo.make_envs(make_args(env_id="Breakout", sticky_actions=sticky), 1)
-        envs.reset(seed=5)
-        frames.append([envs.step(np.array([2 + t // 3 % 2]))[0] for t in range(40)])
-    np.testing.assert_array_equal(frames[0], frames[1])
-    assert not np.array_equal(frames[0], frames[2])
+def test_names_of_a_game_and_sticky_actions():
+    """The names by which users know a game mean the same; sticky actions are off unless asked for."""
+    names = "Breakout", "BreakoutNoFrameskip-v4", "BreakoutDeterministic-v0", "ALE/Breakout-v5"
+    first, *others = [first_images(env_id=name) for name in names]
+    assert all(np.array_equal(first, other) for other in others)
+    assert not np.array_equal(first, first_images(env_id="Breakout", sticky_actions=0.25))
+    assert not np.array_equal(first, first_images(env_id="Breakout", env_kwargs="noop_max=0"))
+
+
+REFUSALS = {
+    "--env-id Brekout-v5": "the ALE has no game Brekout; the closest names are Breakout",
+    "--env-id CartPole-v1": "the ALE has no game CartPole",
+    "--env-id ALE/NoSuchGame-v5": "the ALE has no game NoSuchGame",
+    "--env-kwargs img_width=80": "(4, 84, 80)",
+    "--env-kwargs no_such_argument=1": "no_such_argument",
+    "--env-kwargs num_envs=3": "num_envs",
+    "--num-minibatches 513": "--num-minibatches must be at most 512",
+    "--sticky-actions 1.5": "--sticky-actions is 1.5",
+    "--num-steps 7": "--num-steps is 7",
+    "--no-clip-rewards --no-norm-adv": "several epochs need --norm-adv or --clip-rewards",
+    "--device cuda": "cuda",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSALS)
+def test_refusals(flags, tmp_path):
+    """One line that says what is wrong and never sends a user to another script; nothing is written."""
+    if flags == "--device cuda" and torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    result = call(ATARI, tmp_path, *flags.split())
+    assert_refused(result, tmp_path, REFUSALS[flags])
+    assert "use ppo" not in result.err
+
+
+# Rollouts
+
+
+LIVES = (0, 3, 0, 0), (5, 3, 0, 0), (-2, 2, 0, 0), (7, 2, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0)
 
 
 class Scripted(gym.vector.VectorEnv):
-    """Two games that follow a script of (reward, lives, terminated, truncated); images show the step.
+    """Games that follow scripts of (reward, lives, terminated, truncated). Images show the step.
 
     They reset in the step after an end, as the ALE's do, and keep the actions that reach them.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
-    num_envs = 2
     single_action_space = spaces.Discrete(5)
-    single_observation_space = spaces.Box(0, 255, (4, 84, 84), np.uint8)
-    script = ((0, 3, 0, 0), (5, 3, 0, 0), (-2, 2, 0, 0), (7, 2, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0))
+
+    def __init__(self, *scripts):
+        self.scripts, self.num_envs = scripts, len(scripts)
 
     def reset(self, **_):
-        self.at, self.over, self.actions = np.array([-1, -1]), np.zeros(2, dtype=bool), []
-        return self.images(), {"lives": np.array([3, 3])}
+        self.at, self.over = np.full(self.num_envs, -1), np.zeros(self.num_envs, bool)
+        self.actions = []
+        return self.images(), {"lives": np.full(self.num_envs, 3)}
 
     def images(self):
-        return np.broadcast_to((self.at + 1)[:, None, None, None], (2, 4, 84, 84)).astype(np.uint8)
+        shape = self.num_envs, 4, 84, 84
+        return np.broadcast_to((self.at + 1)[:, None, None, None], shape).astype(np.uint8)
 
     def step(self, actions):
         self.actions.append(actions.tolist())
         self.at = np.where(self.over, -1, self.at + 1)
-        rows = [(0, 3, 0, 0) if at < 0 else self.script[at] for at in self.at]
-        rewards, lives, terminated, truncated = (np.array(x) for x in zip(*rows, strict=True))
-        terminated, truncated = terminated.astype(bool), truncated.astype(bool)
-        self.over = terminated | truncated
-        return self.images(), rewards.astype(float), terminated, truncated, {"lives": lives}
+        rows = [
+            (0, 3, 0, 0) if at < 0 else script[at] for at, script in zip(self.at, self.scripts, strict=True)
+        ]
+        rewards, lives, terminated, truncated = (np.array(column) for column in zip(*rows, strict=True))
+        self.over = terminated.astype(bool) | truncated.astype(bool)
+        return self.images(), rewards.astype(float), terminated > 0, truncated > 0, {"lives": lives}
 
 
-def scripted(clip_rewards=True, pressed=1, script=Scripted.script):
-    games = Scripted()
-    games.script = script
-    envs = gym.wrappers.vector.RecordEpisodeStatistics(games, stats_key="rollout_episode")
-    return ppo.LostLives(envs, pressed, clip_rewards)
+def scripted(*scripts, button=1, clip_rewards=True):
+    games = gym.wrappers.vector.RecordEpisodeStatistics(Scripted(*scripts), stats_key="episode_statistics")
+    return ppo.LostLives(games, button, clip_rewards)
 
 
-def play(num_steps, seed=0, compile=False, **changes):
-    """A rollout of two scripted games, and what it was collected with."""
-    args = make_args(num_envs=2, num_steps=num_steps, compile=compile)
-    agent, envs = make_agent(args), scripted(**changes)
-    rollout = ppo.Rollout(args, agent, 2)
-    rollout.obs[-1] = torch.as_tensor(envs.reset()[0])
-    torch.manual_seed(seed)
-    ppo.collect_rollout(envs, agent, rollout, args)
-    return rollout, envs, agent, args
+def play(num_steps, *scripts):
+    """A rollout of scripted games, and what it was collected with."""
+    args = make_args(num_envs=len(scripts), num_steps=num_steps)
+    agent, envs = make_agent(args), scripted(*scripts)
+    rollout = ppo.Rollout(args, agent)
+    rollout.obs[-1] = torch.from_numpy(envs.reset()[0])
+    ppo.collect_rollout(envs, agent, rollout)
+    return rollout, envs, agent
 
 
-def test_lives_forced_rows_and_statistics():
+def test_lost_lives_and_filler_rows():
     """Lost lives end episodes, not games; the row after an end is a filler; statistics are of whole games."""
-    rollout, envs, *_ = play(12)
+    rollout, envs, _ = play(12, LIVES, LIVES)
     # steps of a game: 0 1 2(life lost) 3(forced) 4(life lost) 5(forced, game over) then the reset, and again
-    game_ends, lost = [0, 0, 0, 0, 0, 1, 0], [0, 0, 1, 0, 1, 0, 0]
-    ends = np.array(game_ends) + lost
-    valid = [1, 1, 1, 0, 1, 0, 0]
-    assert rollout.terminated[:, 0].int().tolist() == [*ends, *ends[:5]]
-    assert rollout.valid[:, 0].int().tolist() == [*valid, *valid[:5]]
+    ends, valid = [0, 0, 1, 0, 1, 1, 0], [1, 1, 1, 0, 1, 0, 0]
+    assert rollout.terminated[:, 0].astype(int).tolist() == [*ends, *ends[:5]]
+    assert rollout.valid[:, 0].astype(int).tolist() == [*valid, *valid[:5]]
     assert not rollout.truncated.any()
     assert rollout.rewards[:7, 0].tolist() == [0, 1, -1, 1, 0, 0, 0]
     actions = np.array(envs.unwrapped.actions)
     assert (actions[[3, 5, 10]] == 1).all()
     free = [0, 1, 2, 4, 7, 8, 9, 11]
-    np.testing.assert_array_equal(actions[free], rollout.actions.numpy()[free])
+    np.testing.assert_array_equal(actions[free], rollout.actions[free])
     assert rollout.episodes == [(10.0, 6), (10.0, 6)]
-    np.testing.assert_array_equal(rollout.obs[:8, 0, 0, 0, 0], [0, 1, 2, 3, 4, 5, 6, 0])
+    assert rollout.obs[:8, 0, 0, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 0]
+
+
+def test_one_game_ends_as_another_loses_a_life():
+    """Only the game that ended is reported."""
+    rollout, *_ = play(5, ((0, 3, 0, 0), (1, 3, 0, 0), (4, 3, 1, 0)), LIVES)
+    assert rollout.terminated[2].all()
+    assert rollout.episodes == [(5.0, 3)]
 
 
 def test_the_row_after_a_time_limit_is_a_filler():
-    """A game that is cut: the next row resets. A life that is lost in the last step is a death as well."""
+    """A game that is cut: the next row resets. A life lost in the last step ends the episode as well."""
     for lives, dead in ((3, False), (2, True)):
-        rollout, envs, agent, args = play(8, script=((0, 3, 0, 0), (0, lives, 0, 1)))
-        assert rollout.truncated[:6, 0].int().tolist() == [0, 1, 0, 0, 1, 0]
-        assert rollout.terminated[:6, 0].int().tolist() == [0, dead, 0, 0, dead, 0]
-        assert rollout.valid[:6, 0].int().tolist() == [1, 1, 0, 1, 1, 0]
-        assert [length for _, length in rollout.episodes[:2]] == [2, 2]
-        ppo.collect_rollout(envs, agent, rollout, args)  # the last row was cut
-        assert rollout.valid[:, 0].int().tolist() == [0, 1, 1, 0, 1, 1, 0, 1]
+        script = (0, 3, 0, 0), (0, lives, 0, 1)
+        rollout, envs, agent = play(8, script, script)
+        assert rollout.truncated[:6, 0].astype(int).tolist() == [0, 1, 0, 0, 1, 0]
+        assert rollout.terminated[:6, 0].astype(int).tolist() == [0, dead, 0, 0, dead, 0]
+        assert rollout.valid[:6, 0].astype(int).tolist() == [1, 1, 0, 1, 1, 0]
+        assert [length for _, length in rollout.episodes] == [2] * 6
+        ppo.collect_rollout(envs, agent, rollout)  # the last row was cut
+        assert rollout.valid[:, 0].astype(int).tolist() == [0, 1, 1, 0, 1, 1, 0, 1]
 
 
-def test_a_rollout_goes_on_where_the_last_ended():
-    """Filler rows carry over; what acted is stored: the policy and the values, of true observations."""
-    rollout, envs, agent, args = play(6)
+def test_a_rollout_continues_where_the_last_ended():
+    """Filler rows carry over; the policy and the values of what was seen are stored."""
+    rollout, envs, agent = play(6, LIVES, LIVES)
     last = rollout.obs[-1].clone()
-    ppo.collect_rollout(envs, agent, rollout, args)
+    ppo.collect_rollout(envs, agent, rollout)
     assert torch.equal(rollout.obs[0], last)
-    assert rollout.valid[:, 0].int().tolist() == [0, 1, 1, 1, 0, 1]
+    assert rollout.valid[:, 0].astype(int).tolist() == [0, 1, 1, 1, 0, 1]
     with torch.no_grad():
-        for t in range(7):
-            policy, values = agent(rollout.obs[t])
-            torch.testing.assert_close(rollout.values[t], values)
-            if t < 6:
-                torch.testing.assert_close(rollout.policy[t], policy)
+        log_policy, values = agent(rollout.obs.flatten(0, 1))
+    torch.testing.assert_close(rollout.values.flatten(), values)
+    torch.testing.assert_close(rollout.log_policy.flatten(0, 1), log_policy[:-2])
 
 
-def test_each_step_has_noise_of_its_own(monkeypatch):
-    """The action that is stored is the likeliest of the policy plus that step's noise, drawn for it alone."""
-    drawn, noise = [], ppo.Agent.noise
-    monkeypatch.setattr(ppo.Agent, "noise", lambda *a: drawn.append(noise(*a)) or drawn[-1])
-    rollout, *_ = play(12)
-    noises = torch.cat([x.reshape(-1, 2, 5) for x in drawn])
-    assert len(noises) == len(noises.unique(dim=0)) == 12
-    assert torch.equal(rollout.actions, (rollout.policy + noises).argmax(-1))
-    assert not torch.equal(rollout.actions, rollout.policy.argmax(-1))
+def test_a_rollout_is_what_the_game_showed():
+    """Played again with the same seed and actions, a game gives the images, rewards and ends of a rollout."""
+    args = make_args(env_id="Breakout", num_envs=2, num_steps=60)
+    envs = ppo.make_envs(args, 2)
+    rollout = ppo.Rollout(args, agent := make_agent(args, 4))
+    rollout.obs[-1] = torch.from_numpy(envs.reset(seed=7)[0])
+    ppo.collect_rollout(envs, agent, rollout)
+    again = ppo.make_envs(args, 2)
+    np.testing.assert_array_equal(rollout.obs[0], again.reset(seed=7)[0])
+    for t in range(60):
+        obs, rewards, terminated, *_ = again.step(rollout.actions[t])
+        np.testing.assert_array_equal(rollout.obs[t + 1], obs)
+        np.testing.assert_array_equal(rollout.rewards[t], rewards)
+        np.testing.assert_array_equal(rollout.terminated[t], terminated)
+    assert rollout.terminated.any()
+
+
+def test_actions_are_sampled_anew():
+    """Of a uniform policy, each step's and each rollout's actions differ, and none is rare."""
+    args = make_args(num_envs=64, num_steps=40)
+    agent, envs = ppo.Agent(args, spaces.Discrete(5)), scripted(*[LIVES] * 64)
+    torch.nn.init.zeros_(agent.actor.weight)
+    rollout = ppo.Rollout(args, agent)
+    rollout.obs[-1] = torch.from_numpy(envs.reset()[0])
+    actions = []
+    for _ in range(2):
+        ppo.collect_rollout(envs, agent, rollout)
+        actions += rollout.actions.tolist()
+    assert len(np.unique(actions, axis=0)) == 80
+    assert np.bincount(np.ravel(actions)) / 5120 == pytest.approx([0.2] * 5, abs=0.03)
 
 
 def test_unclipped_rewards_and_no_fire():
     """Rewards as the game gives them, where they are asked for; no operation where there is no FIRE."""
-    envs = scripted(clip_rewards=False, pressed=0)
+    envs = scripted(LIVES, LIVES, button=0, clip_rewards=False)
     envs.reset()
-    rewards = [envs.step(np.array([4, 4]))[1][0] for _ in range(4)]
-    assert rewards == [0, 5, -2, 7]
+    assert [envs.step(np.array([4, 4]))[1][0] for _ in range(4)] == [0, 5, -2, 7]
     assert envs.unwrapped.actions == [[4, 4], [4, 4], [4, 4], [0, 0]]
 
 
@@ -335,13 +351,12 @@ def test_the_network_is_stable_baselines3s():
     agent = make_agent(make_args(), 5)
     box = spaces.Box(0, 255, (4, 84, 84), np.uint8)
     policy = ActorCriticCnnPolicy(box, spaces.Discrete(5), lambda _: 1e-3)
-    layers = [part for part in agent.trunk if hasattr(part, "weight")]
-    theirs = [part for part in policy.features_extractor.cnn if hasattr(part, "weight")]
-    theirs.append(policy.features_extractor.linear[0])
-    pairs = [*zip(layers, theirs, strict=True)]
-    pairs += [(agent.actor, policy.action_net), (agent.critic, policy.value_net)]
-    for ours, their in pairs:
-        their.load_state_dict(ours.state_dict())
+    extractor = policy.features_extractor
+    ours = [layer for layer in [*agent.trunk, agent.actor, agent.critic] if hasattr(layer, "weight")]
+    theirs = [*extractor.cnn, extractor.linear[0], policy.action_net, policy.value_net]
+    theirs = [layer for layer in theirs if hasattr(layer, "weight")]
+    for one, other in zip(ours, theirs, strict=True):
+        other.load_state_dict(one.state_dict())
     obs = torch.randint(0, 256, (6, 4, 84, 84), dtype=torch.uint8)
     with torch.no_grad():
         log_policy, values = agent(obs)
@@ -351,671 +366,359 @@ def test_the_network_is_stable_baselines3s():
 
 
 def test_initial_weights():
-    """Orthogonal, with the gains of Huang 2022: near-uniform policies at first."""
-    torch.manual_seed(0)
+    """Orthogonal, with the gains of [37], and near-uniform policies at first."""
     agent = ppo.Agent(make_args(), spaces.Discrete(6))
-    gains = dict.fromkeys((0, 2, 4, 7), 2**0.5)
-    for index, gain in gains.items():
-        matrix = agent.trunk[index].weight.flatten(1)
-        small = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-        torch.testing.assert_close(small @ small.T, gain**2 * torch.eye(len(small)), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(agent.actor.weight @ agent.actor.weight.T, 1e-4 * torch.eye(6))
-    assert agent.critic.weight.norm().item() == pytest.approx(1)
-    obs = torch.randint(0, 256, (3, 4, 84, 84), dtype=torch.uint8)
-    assert (agent(obs)[0].exp() - 1 / 6).abs().max() < 0.02
+    gains = {agent.trunk[index]: 2**0.5 for index in (0, 2, 4, 7)} | {agent.actor: 0.01, agent.critic: 1.0}
+    for layer, gain in gains.items():
+        matrix = layer.weight.flatten(1) / gain
+        product = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
+        torch.testing.assert_close(product, torch.eye(len(product)), atol=1e-4, rtol=1e-4)
+        assert not layer.bias.any()
 
 
-def test_bfloat16_is_close():
-    """Products in bfloat16 change policies and values little, and leave what is returned in float32."""
-    args = make_args()
-    agent, rough = make_agent(args), make_agent(replace(args, bfloat16=True))
+def test_bfloat16_and_compile():
+    """Products in bfloat16 change policies and values a little, a compiled network hardly at all."""
     obs = torch.randint(0, 256, (32, 4, 84, 84), dtype=torch.uint8)
+    exact, rounded, compiled = (
+        make_agent(make_args()),
+        make_agent(make_args(bfloat16=True)),
+        make_agent(make_args()),
+    )
+    compiled.compile(mode="reduce-overhead", dynamic=False)  # as `train` does
     with torch.no_grad():
-        for exact, close in zip(agent(obs), rough(obs), strict=True):
-            assert close.dtype == torch.float32
-            assert 0 < (exact - close).abs().max() < 0.05 * (1 + exact.abs().max())
-
-
-def test_sampled_actions_follow_the_policy():
-    """Frequencies of sampled actions are the policy's probabilities; without noise, the likeliest acts."""
-    agent = make_agent(make_args())
-    obs = torch.randint(0, 256, (1, 4, 84, 84), dtype=torch.uint8)
-    with torch.no_grad():
-        policy, _ = agent(obs)
-        samples = (policy + agent.noise(20_000)).argmax(-1)
-        counts = torch.bincount(samples, minlength=5) / 20_000
-        assert (counts - policy.exp()[0]).abs().max() < 4 * (0.25 / 20_000) ** 0.5
-        assert agent.act(obs)[0] == policy.argmax()
+        for x, near, equal in zip(exact(obs), rounded(obs), compiled(obs), strict=True):
+            assert near.dtype == torch.float32
+            assert 0 < (x - near).abs().max() < 0.05 * (1 + x.abs().max())
+            torch.testing.assert_close(x, equal, atol=1e-4, rtol=1e-4)
 
 
 # The update
 
 
-def reference_update(agent, rollout, args):
-    """The gradient of the loss over all valid rows, by autograd in float64 and torch.distributions."""
-    valid = rollout.valid.flatten()
-    rewards, values = float64(rollout.rewards), float64(rollout.values)
-    ends = rollout.terminated.numpy(), rollout.truncated.numpy()
-    advantages = brute_force_gae(rewards, values, *ends, args.gamma, args.gae_lambda)
+def learn(agent, rollout, args, optimizer=None):
+    """An iteration's learning, as in `train`."""
+    optimizer = optimizer or torch.optim.Adam(agent.parameters(), eps=1e-5)
+    batch, metrics = ppo.make_batch(agent, rollout, args)
+    torch.manual_seed(1)
+    step = partial(ppo.gradient_step, agent, optimizer, args, make_state(args))
+    return metrics | ppo.update(agent, step, batch, args)
+
+
+def reference_gradient(agent, rollout, args):
+    """The gradient over the valid rows, by torch.distributions in float64; explained variance, error."""
+    valid = torch.from_numpy(rollout.valid).flatten()
+    values = float64(rollout.values)
+    ends = rollout.terminated, rollout.truncated
+    advantages = direct_gae(rollout.rewards.astype(float), values, *ends, args.gamma, args.gae_lambda)
     returns = torch.from_numpy(advantages + values[:-1]).flatten()[valid]
     advantages = torch.from_numpy(advantages).flatten()[valid]
+    explained = 1 - advantages.var() / returns.var()
+    error = (advantages.square().mean() / returns.square().mean()).sqrt()
     if args.norm_adv:
-        advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
-    actions = rollout.actions.flatten()[valid]
-    old = Categorical(logits=rollout.policy.double().flatten(0, 1)[valid]).log_prob(actions)
+        advantages = (advantages - advantages.mean()) / advantages.std(correction=0)
+    actions = torch.from_numpy(rollout.actions).flatten()[valid]
+    old = Categorical(logits=rollout.log_policy.double().flatten(0, 1)[valid]).log_prob(actions)
     agent.double()
-    agent.precision = torch.float64
-    images = rollout.obs[:-1].flatten(0, 1)[valid].double() / 255
-    features = agent.trunk(images)
+    features = agent.trunk(rollout.obs[:-1].flatten(0, 1)[valid].double() / 255)
     new = Categorical(logits=agent.actor(features))
-    ratio = (new.log_prob(actions) - old).exp()
-    clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-    loss = -torch.min(ratio * advantages, clipped * advantages).mean()
-    loss = loss + args.vf_coef * 0.5 * (agent.critic(features).squeeze(-1) - returns).square().mean()
-    loss = loss - args.ent_coef * new.entropy().mean()
-    loss.backward()
-    return torch.cat([p.grad.flatten() for p in agent.parameters()])
+    policy_loss = -((new.log_prob(actions) - old).exp() * advantages).mean()  # nothing is clipped yet
+    value_loss = 0.5 * (agent.critic(features).squeeze(-1) - returns).square().mean()
+    (policy_loss + args.vf_coef * value_loss - args.ent_coef * new.entropy().mean()).backward()
+    return torch.cat([p.grad.flatten() for p in agent.parameters()]), explained, error
 
 
-@pytest.mark.parametrize(
-    ("norm_adv", "clip_vloss", "compile"), [(True, False, False), (False, True, False), (True, False, True)]
-)
-def test_a_gradient_step_by_brute_force(norm_adv, clip_vloss, compile):
-    """`update`'s gradient is that of the loss over all valid rows, computed another way in float64.
-
-    Clipping the change of the values does not alter it, for before the first step they have not changed.
-    """
-    args = make_args(norm_adv=norm_adv, num_minibatches=1, update_epochs=1, max_grad_norm=1e9)
-    args = replace(args, clip_vloss=clip_vloss, compile=compile)
+@pytest.mark.parametrize("norm_adv", [True, False])
+def test_a_gradient_step_in_float64(norm_adv):
+    """The gradient is that of the loss over all valid rows, and the metrics are theirs."""
+    args = make_args(
+        norm_adv=norm_adv, num_minibatches=1, update_epochs=1, max_grad_norm=1e9, learning_rate=1.0
+    )
     agent = make_agent(args)
     rollout = make_rollout(args, agent)
-    expected = reference_update(make_agent(args), rollout, args)
-    vector = ppo.flatten_parameters(agent)
-    optimizer = torch.optim.SGD([vector], 1.0)
-    before = vector.detach().clone()
-    figures = ppo.update(agent, optimizer, rollout, replace(make_state(args), learning_rate=1.0), args)
-    moved = (before - vector.detach()).double()
+    expected, explained, error = reference_gradient(make_agent(args), rollout, args)
+    before = torch.cat([p.detach().flatten() for p in agent.parameters()])
+    metrics = learn(agent, rollout, args, torch.optim.SGD(agent.parameters(), 0.1))
+    moved = before - torch.cat([p.detach().flatten() for p in agent.parameters()])
     assert (moved - expected).norm() < 1e-4 * expected.norm()
-    assert figures["losses/grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
-
-
-def reference_passes(agent, rollout, args, minibatches, learning_rate):
-    """All passes over a rollout, in float64 by autograd, torch.distributions and one Adam for all tensors.
-
-    `minibatches` are the rows of each, pass by pass. Returns the weights and the figures.
-    """
-    agent.double()
-    agent.precision = torch.float64
-    parameters = list(agent.parameters())
-    optimizer = torch.optim.Adam(parameters, learning_rate, eps=1e-5)
-
-    def look(images):
-        features = agent.trunk(images.double() / 255)
-        return Categorical(logits=agent.actor(features)), agent.critic(features).squeeze(-1)
-
-    def targets(values):
-        ends = rollout.terminated.numpy(), rollout.truncated.numpy()
-        advantages = brute_force_gae(
-            float64(rollout.rewards), float64(values), *ends, args.gamma, args.gae_lambda
-        )
-        return [torch.from_numpy(x).flatten() for x in (advantages, advantages + float64(values)[:-1])]
-
-    images, actions = rollout.obs[:-1].flatten(0, 1), rollout.actions.flatten()
-    policies, held = rollout.policy.double().flatten(0, 1), rollout.values[:-1].double().flatten()
-    advantages, returns = targets(rollout.values)
-    each = []
-    for number, rows_of_a_pass in enumerate(minibatches):
-        if number and args.recompute_advantages:
-            with torch.no_grad():
-                advantages, returns = targets(torch.stack([look(x)[1] for x in rollout.obs]))
-        for rows in rows_of_a_pass:
-            old, (new, values) = Categorical(logits=policies[rows]), look(images[rows])
-            learnt = advantages[rows]
-            if args.norm_adv:
-                learnt = (learnt - learnt.mean()) / (learnt.std(correction=0) + 1e-8)
-            ratio = (new.log_prob(actions[rows]) - old.log_prob(actions[rows])).exp()
-            bounded = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-            losses = (values - returns[rows]) ** 2 / 2
-            if args.clip_vloss:
-                near = held[rows] + (values - held[rows]).clamp(-args.clip_coef, args.clip_coef)
-                losses = torch.maximum(losses, (near - returns[rows]) ** 2 / 2)
-            policy_loss = -torch.minimum(ratio * learnt, bounded * learnt).mean()
-            loss = policy_loss + args.vf_coef * losses.mean() - args.ent_coef * new.entropy().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-            optimizer.step()
-            kl = torch.distributions.kl_divergence(old, new).mean()
-            clipped = (ratio != bounded).double().mean()
-            row = policy_loss, losses.mean(), new.entropy().mean(), clipped, kl, norm
-            each.append([x.item() for x in row])
-    names = ("policy_loss", "value_loss", "entropy", "clipfrac", "kl", "grad_norm")
-    figures = dict(zip(names, np.mean(each, 0), strict=True))
-    figures["kl"] = np.mean(each[-args.num_minibatches :], 0)[4]  # that of the last pass
-    return torch.cat([x.detach().flatten() for x in parameters]), figures
-
-
-@pytest.mark.parametrize(
-    ("norm_adv", "clip_vloss", "recompute"), [(True, True, True), (False, False, False), (False, True, True)]
-)
-def test_passes_by_brute_force(monkeypatch, norm_adv, clip_vloss, recompute):
-    """Three passes of two minibatches, with everything clipped: weights and figures, against float64.
-
-    The learning rate is the state's, not the one that the optimiser was made with.
-    """
-    args = make_args(update_epochs=3, norm_adv=norm_adv, clip_vloss=clip_vloss, max_grad_norm=0.1)
-    args = replace(args, recompute_advantages=recompute, clip_coef=0.02)
-    agent, deal, dealt = make_agent(args), ppo.deal, []
-    rollout = make_rollout(args, agent)
-    rollout.rewards.mul_(3)  # targets that the critic cannot reach at once
-
-    def spy(*settings):
-        order, weights = deal(*settings)
-        dealt.append([rows[weight > 0] for rows, weight in zip(order, weights, strict=True)])
-        return order, weights
-
-    monkeypatch.setattr(ppo, "deal", spy)
-    vector = ppo.flatten_parameters(agent)
-    before = vector.detach().double()
-    state = replace(make_state(args), learning_rate=3e-4)
-    figures = ppo.update(agent, torch.optim.Adam([vector], 0.7, eps=1e-5), rollout, state, args)
-    weights, expected = reference_passes(make_agent(args), rollout, args, dealt, 3e-4)
-    moved = (weights - before).norm()
-    assert len(dealt) == 3
-    assert (weights - vector.detach()).norm() < 1e-2 * moved
-    assert expected["clipfrac"] > 0.1
-    assert expected["grad_norm"] > 2 * args.max_grad_norm
-    for name, value in expected.items():
-        assert figures[f"losses/{name}"] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    assert metrics["grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
+    assert metrics["explained_variance"] == pytest.approx(explained.item(), abs=1e-4)
+    assert metrics["critic_error"] == pytest.approx(error.item(), rel=1e-4)
+    assert metrics["policy_mismatch"] < 1e-5
 
 
 def test_what_filler_rows_hold_does_not_matter():
-    """Actions, rewards and policies of filler rows, however wild, change no weight and no figure."""
-    args = make_args(update_epochs=2)
+    """Wild actions, rewards and policies of filler rows change no weight and no metric of the update."""
     results = []
     for wild in (False, True):
+        args = make_args(update_epochs=2)
         agent = make_agent(args)
         rollout = make_rollout(args, agent)
         filler = ~rollout.valid
         assert filler.sum() >= 4
         if wild:
-            # The image in a filler row is the true successor of the row before: it stays. What follows it,
-            # where that is a filler's successor alone, is the first of an episode, and valid.
             rollout.rewards[filler], rollout.actions[filler] = 1e6, 4
-            rollout.policy[filler] = -3.0
-        vector = ppo.flatten_parameters(agent)
-        torch.manual_seed(1)
-        figures = ppo.update(agent, torch.optim.Adam([vector], 1e-3), rollout, make_state(args), args)
-        results.append((vector.detach().clone(), figures))
-    assert torch.equal(results[0][0], results[1][0])
+            rollout.log_policy[torch.from_numpy(filler)] = -3.0
+        metrics = learn(agent, rollout, args)
+        results.append(([*agent.parameters()], {name: metrics[name] for name in (*ppo.METRICS, "kl")}))
+    assert all(torch.equal(one, other) for one, other in zip(results[0][0], results[1][0], strict=True))
     assert results[0][1] == results[1][1]
 
 
-@pytest.mark.parametrize(
-    ("rows", "parts", "size"), [(32, 4, 8), (29, 4, 8), (17, 4, 8), (30, 7, 5), (5, 4, 8)]
-)
-def test_minibatches_are_a_partition(rows, parts, size):
-    """Each row is dealt once, parts differ by one row at most, and weights make sums into means."""
-    numbers = torch.arange(100, 100 + rows)
-    order, shares = ppo.deal(numbers, parts, size)
-    assert order.shape == shares.shape == (parts, size)
-    assert sorted(order[shares > 0].tolist()) == numbers.tolist()
-    counts = (shares > 0).sum(1)
-    assert counts.max() - counts.min() <= 1
-    torch.testing.assert_close(shares.sum(1), torch.ones(parts))
-    assert not torch.equal(order, ppo.deal(numbers, parts, size)[0])
-
-
-def test_normalized_advantages():
-    """Mean 0 and standard deviation 1 over the rows that count, in each minibatch."""
-    advantages = torch.randn(3, 8) * 5 + 7
-    _, shares = ppo.deal(torch.arange(20), 3, 8)
-    result = ppo.normalize(advantages, shares)
-    for row, weight in zip(result, shares, strict=True):
-        real = row[weight > 0]
-        assert real.mean().abs() < 1e-5
-        assert real.std(correction=0).item() == pytest.approx(1, abs=1e-5)
-
-
-def brute_force_advantages(rollout, values, args):
-    """Of the valid rows, sorted."""
-    ends = rollout.terminated.numpy(), rollout.truncated.numpy()
-    advantages = brute_force_gae(
-        float64(rollout.rewards), float64(values), *ends, args.gamma, args.gae_lambda
-    )
-    return torch.from_numpy(advantages).float()[rollout.valid].sort().values
-
-
-def test_recomputed_advantages(monkeypatch):
-    """With the flag, the second pass learns from advantages of the new critic; without, from the first's."""
-    for recompute in (False, True):
-        args = make_args(
-            update_epochs=2, recompute_advantages=recompute, num_minibatches=1, learning_rate=0.1
-        )
-        args = replace(args, norm_adv=False)
-        agent, learnt = make_agent(args), []
-        rollout = make_rollout(args, agent)
-        expected = [brute_force_advantages(rollout, rollout.values, args)]
-        gradient, vector = ppo.gradient, ppo.flatten_parameters(agent)
-
-        def spy(agent, batch, *others, learnt=learnt, gradient=gradient):
-            learnt.append(batch.advantages[batch.weights > 0].sort().values)
-            return gradient(agent, batch, *others)
-
-        monkeypatch.setattr(ppo, "gradient", spy)
-        optimizer = torch.optim.SGD([vector], 1e-2)
-        step = optimizer.step
-
-        def then(*_, step=step, expected=expected, agent=agent, rollout=rollout, args=args):
-            step()
-            with torch.no_grad():
-                values = torch.stack([agent(obs)[1] for obs in rollout.obs])
-            expected.append(brute_force_advantages(rollout, values, args))
-
-        optimizer.step = then
-        ppo.update(agent, optimizer, rollout, make_state(args), args)
-        monkeypatch.setattr(ppo, "gradient", gradient)
-        assert (expected[0] - expected[1]).abs().max() > 1e-3
-        for advantages, right in zip(learnt, expected if recompute else expected[:1] * 2, strict=False):
-            torch.testing.assert_close(advantages, right, atol=1e-4, rtol=1e-4)
-
-
-def test_target_kl_ends_the_passes(monkeypatch):
-    """Passes end with the first whose steps meet a KL above the target."""
-
-    def passes(**changes):
-        args = make_args(num_minibatches=1, **changes)
-        agent, deals, deal = make_agent(args), [], ppo.deal
-        rollout = make_rollout(args, agent)
-        with monkeypatch.context() as patch:
-            patch.setattr(ppo, "deal", lambda *a: deals.append(1) or deal(*a))
-            optimizer = torch.optim.Adam([ppo.flatten_parameters(agent)], 1e-3)
-            figures = ppo.update(agent, optimizer, rollout, make_state(args), args)
-        return len(deals), figures["losses/kl"]
-
-    kls = [passes(update_epochs=epochs)[1] for epochs in (1, 2, 3, 4)]
-    assert kls[0] < 1e-6 < kls[1] < kls[2] < kls[3]  # the first pass meets none
-    assert passes(update_epochs=4, target_kl=2 * kls[3])[0] == 4
-    for number in (1, 2, 3):
-        target = (kls[number - 1] + kls[number]) / 2
-        assert passes(update_epochs=4, target_kl=target) == (number + 1, kls[number])
-
-
-def test_figures():
-    """Explained variance, relative error and KL, against NumPy; and whether the policy that acted learns."""
-    args = make_args(update_epochs=1, num_minibatches=1)
+def test_a_network_may_change():
+    """A replaced layer learns, and a parameter that is not used does no harm."""
+    args = make_args()
     agent = make_agent(args)
-    rollout = make_rollout(args, agent)
-    values, valid = float64(rollout.values), rollout.valid.numpy()
-    ends = rollout.terminated.numpy(), rollout.truncated.numpy()
-    advantages = brute_force_gae(float64(rollout.rewards), values, *ends, args.gamma, args.gae_lambda)[valid]
-    returns = advantages + values[:-1][valid]
-    vector = ppo.flatten_parameters(agent)
-    figures = ppo.update(agent, torch.optim.Adam([vector], 1e-3), rollout, make_state(args), args)
-    assert figures["losses/explained_variance"] == pytest.approx(
-        1 - advantages.var() / returns.var(), abs=1e-4
-    )
-    expected = np.sqrt((advantages**2).mean() / (returns**2).mean())
-    assert figures["losses/relative_error"] == pytest.approx(expected, rel=1e-4)
-    assert figures["losses/kl"] == pytest.approx(0, abs=1e-6)  # of the first pass's only minibatch
-    assert figures["losses/policy_mismatch"] < 1e-5
-    agent = make_agent(args)
-    vector = ppo.flatten_parameters(agent)
-    first, last = rollout.valid[-1].nonzero()[[0, -1], 0]
-    rollout.policy[-1, first] += 0.5
-    rollout.policy[-1, last], rollout.valid[-1, last] = 9.0, False  # a filler row counts for nothing
-    figures = ppo.update(agent, torch.optim.Adam([vector], 1e-3), rollout, make_state(args), args)
-    assert figures["losses/policy_mismatch"] == pytest.approx(0.5, abs=1e-4)
+    agent.trunk[7], agent.unused = torch.nn.Linear(3136, 512), torch.nn.Linear(3, 3)
+    before = agent.trunk[7].weight.clone()
+    learn(agent, make_rollout(args, agent), args)
+    assert not torch.equal(before, agent.trunk[7].weight)
 
 
-def test_changing_coefficients_are_not_compiled_anew():
-    """What CUDA graphs are made of is one graph for all values of the coefficients, not one for each."""
-    from torch._dynamo import config
-
-    args = make_args(num_minibatches=1)
-    agent = make_agent(args)
-    rollout = make_rollout(args, agent, chance=0.0)
-    order, shares = ppo.deal(torch.arange(32), 1, 32)
-    advantages, returns = torch.randn(2, 32)
-    stored = rollout.obs[:-1], rollout.actions, rollout.policy, rollout.values[:-1], rollout.values[:-1]
-    batch = ppo.Batch(*(x.flatten(0, 1)[order[0]] for x in stored), returns, advantages, shares[0])
-    torch._dynamo.reset()
-    config.trace_autograd_ops = True
-    graph = torch.compile(ppo.gradient, dynamic=None, fullgraph=True, backend="eager")
-    for step in range(1, 13):
-        state = replace(make_state(args), ent_coef=0.01 * step, clip_coef=0.3 / step)
-        for one, other in zip(
-            graph(agent, batch, state, args), ppo.gradient(agent, batch, state, args), strict=True
-        ):
+def test_the_loss_is_that_of_ppo():
+    """The loss, its gradient and metrics are those of ppo.py on the transitions, without the filler rows."""
+    torch.manual_seed(0)
+    policies, values = torch.randn(2, 40, 3), torch.randn(2, 40)
+    actions, targets = torch.randint(3, (40,)), torch.randn(2, 40)
+    valid = torch.rand(40) > 0.3
+    for changes in ({}, {"clip_vloss": True, "clip_coef": 0.3}, {"surrogate": "kl-penalty", "vf_coef": 2.0}):
+        args = make_args(norm_adv=False, ent_coef=0.1, **changes)
+        results = []
+        for script, rows in ((ppo, slice(None)), (ppo_discrete, valid)):
+            new, value = policies[0][rows].requires_grad_(), values[0][rows].requires_grad_()
+            outputs = new.log_softmax(-1), value
+            agent = StubAgent(lambda _, outputs=outputs: outputs)
+            columns = [actions, policies[1].log_softmax(-1), values[1], *targets]
+            batch = [column[rows] for column in (actions, *columns)]
+            batch = script.Batch(*batch, valid.float()) if script is ppo else script.Batch(*batch)
+            loss, metrics = script.ppo_loss(agent, batch, args, make_state(args))
+            loss.backward()
+            whole = torch.zeros(40, 4)
+            whole[rows] = torch.cat([new.grad, value.grad.unsqueeze(-1)], -1)
+            results.append((loss, metrics, whole))
+        for one, other in zip(*results, strict=True):
             torch.testing.assert_close(one, other)
 
 
-def test_compiled_acting():
-    """A compiled rollout is that of the eager one: the same actions, policies and values."""
-    eager, compiled = (play(12, 3, compile)[0] for compile in (False, True))
-    assert torch.equal(eager.actions, compiled.actions)
-    torch.testing.assert_close(eager.policy, compiled.policy, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(eager.values, compiled.values, atol=1e-4, rtol=1e-4)
+class StubAgent:
+    """Both scripts' agents, whose outputs are given."""
 
+    def __init__(self, forward):
+        self.forward = forward
 
-# Learning
+    def __call__(self, obs):
+        return self.forward(obs)
 
+    def log_policy(self, obs):
+        return self.forward(obs)[0]
 
-class Squares(gym.vector.VectorEnv):
-    """A bright bar in one of 4 places; to name it is worth 1. 10 steps cost a life; 2 lives are a game."""
-
-    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
-    single_action_space = spaces.Discrete(4)
-    single_observation_space = spaces.Box(0, 255, (4, 84, 84), np.uint8)
-
-    def __init__(self, num_envs):
-        self.num_envs = num_envs
-
-    def show(self):
-        self.place = self.rng.integers(0, 4, self.num_envs)
-        images = np.zeros((self.num_envs, 4, 84, 84), dtype=np.uint8)
-        for n, place in enumerate(self.place):
-            images[n, :, :, 21 * place : 21 * place + 21] = 200
-        return images
-
-    def reset(self, seed=None, options=None):
-        self.rng = np.random.default_rng(seed)
-        self.at, self.over = np.zeros(self.num_envs, dtype=int), np.zeros(self.num_envs, dtype=bool)
-        return self.show(), {"lives": np.full(self.num_envs, 2)}
-
-    def step(self, actions):
-        rewards = (actions == self.place).astype(float) * ~self.over
-        self.at = np.where(self.over, 0, self.at + 1)
-        self.over = self.at >= 20
-        lives = 2 - self.at // 10
-        return self.show(), rewards, self.over, np.zeros(self.num_envs, dtype=bool), {"lives": lives}
-
-
-def make_squares(args, num_envs, video=None):
-    envs = gym.wrappers.vector.RecordEpisodeStatistics(Squares(num_envs), stats_key="rollout_episode")
-    return ppo.LostLives(envs, 0, args.clip_rewards)
-
-
-def test_learns_from_pixels(tmp_path, monkeypatch, capsys):
-    """A task that only the image decides is learnt in a minute, by the whole of `train`."""
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ppo, "make_envs", make_squares)
-    args = make_args(num_envs=8, num_steps=16, num_minibatches=2, total_timesteps=3_000, learning_rate=1e-3)
-    results = ppo.train(args)
-    assert results["greedy"]["returns"].mean() >= 18  # of 19, for one row of 20 is forced; chance is 5
-    assert "return" in capsys.readouterr().out
-
-
-def test_same_seed_same_weights(tmp_path, monkeypatch):
-    """Two runs with a seed end with the same weights, bit for bit; another seed does not."""
-    monkeypatch.setattr(ppo, "make_envs", make_squares)
-    ends = []
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        (tmp_path / name).mkdir()
-        monkeypatch.chdir(tmp_path / name)
-        ppo.train(make_args(total_timesteps=64, seed=seed, eval_episodes=1))
-        (checkpoint,) = Path("runs").glob("*/checkpoint.pt")
-        ends.append(torch.load(checkpoint, weights_only=True)["agent"])
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-    assert not all(torch.equal(ends[0][name], ends[2][name]) for name in ends[0])
-
-
-def test_every_process_and_the_evaluation_play_games_of_their_own(tmp_path, monkeypatch):
-    """Seeds of games and random numbers differ by process and from evaluation's; episodes are exchanged."""
-    seeds, exchanged = [], []
-
-    class Recorded(Squares):
-        def reset(self, seed=None, options=None):
-            seeds.append((seed, torch.initial_seed()))
-            return super().reset(seed)
-
-    def make_envs(args, num_envs, video=None):
-        envs = gym.wrappers.vector.RecordEpisodeStatistics(Recorded(num_envs), stats_key="rollout_episode")
-        return ppo.LostLives(envs, 0, args.clip_rewards)
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ppo, "make_envs", make_envs)
-    monkeypatch.setattr(ppo, "collective", lambda operation, *_: exchanged.append(operation))
-    for rank in (0, 1):  # one after the other: nothing is exchanged in fact
-        monkeypatch.setattr(ppo, "world", lambda rank=rank: (rank, 2))
-        ppo.train(make_args(num_envs=4, total_timesteps=32, eval_episodes=3))
-    first, greedy, stochastic, second = seeds
-    assert second[0] == first[0] + 2  # beyond the 2 games of the first process
-    assert second[1] == first[1] + 1
-    assert min(greedy[0], stochastic[0]) >= 2**30 > second[0] + 2
-    assert ppo.dist.all_gather_object in exchanged
-
-
-def test_a_signal_ends_training_after_the_iteration(tmp_path, monkeypatch, capsys):
-    """SIGTERM: a checkpoint, the command that goes on from it, and status 143; and it does go on."""
-    monkeypatch.setattr(ppo, "make_envs", make_squares)
-    monkeypatch.chdir(tmp_path)
-    original, update, handler = ppo.update, [], signal.getsignal(signal.SIGTERM)
-
-    def interrupted(*args):
-        if not update:
-            os.kill(os.getpid(), signal.SIGTERM)
-        update.append(1)
-        return original(*args)
-
-    monkeypatch.setattr(ppo, "update", interrupted)
-    args = make_args(total_timesteps=10_000, eval_episodes=1)
-    with pytest.raises(SystemExit) as stop:
-        ppo.train(args)
-    assert stop.value.code == 128 + signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) == handler
-    (checkpoint,) = tmp_path.glob("runs/*/checkpoint.pt")
-    _, state = ppo.load_checkpoint(str(checkpoint))
-    assert 0 < state.global_step <= 32
-    assert f"SIGTERM after step {state.global_step}. To go on: python " in capsys.readouterr().out
-    ppo.train(replace(args, resume=str(checkpoint), total_timesteps=state.global_step + 40))
-    assert ppo.load_checkpoint(str(checkpoint))[1].global_step >= state.global_step + 40
-
-
-def test_evaluation_is_greedy_or_sampled(tmp_path, monkeypatch, capsys):
-    """Greedy evaluation takes the likeliest action only, sampled evaluation all in their shares."""
-    taken = []
-
-    class Watched(Squares):
-        def step(self, actions):
-            taken.extend(actions.tolist())
-            return super().step(actions)
-
-    def make_envs(args, num_envs, video=None):
-        envs = gym.wrappers.vector.RecordEpisodeStatistics(Watched(num_envs), stats_key="rollout_episode")
-        return ppo.LostLives(envs, 2, args.clip_rewards)
-
-    monkeypatch.setattr(ppo, "make_envs", make_envs)
-    args = make_args(eval_episodes=20)
-    agent = ppo.Agent(args, spaces.Discrete(4))
-    with torch.no_grad():
-        agent.actor.weight.zero_()
-        agent.actor.bias.copy_(torch.tensor([0.1, 0.2, 0.4, 0.3]).log())
-    result = ppo.evaluate(agent, args, "greedy", tmp_path)
-    assert set(taken) == {2}
-    assert (result["lengths"] == 20).all()
-    taken.clear()
-    ppo.evaluate(agent, args, "stochastic", tmp_path)
-    assert np.bincount(taken) / len(taken) == pytest.approx([0.1, 0.2, 0.4, 0.3], abs=0.1)
-
-
-def test_evaluation_counts_the_first_game_of_each(tmp_path, monkeypatch, capsys):
-    """Games of unequal length: while the longest goes on, second games of the others change nothing."""
-
-    class Unequal(Scripted):
-        """The second game ends after two steps and is worth more each time."""
-
-        def step(self, actions):
-            obs, rewards, terminated, truncated, info = super().step(actions)
-            terminated[1] = self.over[1] = self.at[1] == 1
-            self.games = getattr(self, "games", 0) + terminated[1]
-            rewards[1] = 10 ** int(self.games) if self.at[1] >= 0 else 0
-            info["lives"][1] = 3 * (not terminated[1])
-            return obs, rewards, terminated, truncated, info
-
-    def make_envs(args, num_envs, video=None):
-        envs = gym.wrappers.vector.RecordEpisodeStatistics(Unequal(), stats_key="rollout_episode")
-        return ppo.LostLives(envs, 1, args.clip_rewards)
-
-    monkeypatch.setattr(ppo, "make_envs", make_envs)
-    args = make_args(eval_episodes=2)
-    result = ppo.evaluate(make_agent(args), args, "greedy", tmp_path)
-    assert result["lengths"].tolist() == [6, 2]
-    assert result["returns"].tolist() == [10, 11]
-
-
-def test_threads_and_devices(monkeypatch):
-    """Each of a machine's processes takes its share of the cores, and a GPU of its own."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    assert ppo.count_threads(make_args(num_threads=0)) == 8
-    assert ppo.count_threads(make_args(num_threads=3)) == 3
-    assert ppo.pick_device(make_args(device="cpu")) == torch.device("cpu")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert ppo.count_threads(make_args(num_threads=0)) == 2
-    assert ppo.pick_device(make_args(device="cuda")) == torch.device("cuda", 3)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ppo.Refused, match="4 processes need a GPU each, and this machine has 2"):
-        ppo.check_args(make_args(device="auto", num_minibatches=1))
-
-
-def test_threads_of_the_games(monkeypatch):
-    """The games have --num-threads, but not more threads than there are games."""
-    given, make_vec = [], gym.make_vec
-    monkeypatch.setattr(gym, "make_vec", lambda *_, **kwargs: given.append(kwargs) or make_vec(*_, **kwargs))
-    for num_threads in (1, 2, 5):
-        ppo.make_envs(make_args(num_threads=num_threads), 3).close()
-    assert [kwargs["num_threads"] for kwargs in given] == [1, 2, 3]
+    def value(self, obs):
+        return self.forward(obs)[1]
 
 
 # The command line
 
 
-def test_bad_input(tmp_path):
-    """One line that says what is wrong and what to do, status 2, and nothing written."""
-    cases = {
-        "--env-id Brekout-v5": "the ALE has no Brekout, but Breakout",
-        "--env-id CartPole-v1": "the ALE has no CartPole",
-        "--num-minibatches 300": "--num-minibatches is 300; it must be at most 128",
-        "--adapt learning-rate --update-epochs 1 --num-minibatches 1": "--adapt needs several gradient steps",
-        "--sticky-actions 1.5": "--sticky-actions is 1.5, not in [0, 1]",
-        "--no-clip-rewards --no-norm-adv": "several epochs need --norm-adv or --clip-rewards",
-        "--resume nowhere.pt": "nowhere.pt is no checkpoint",
-    }
-    for flags, message in cases.items():
-        with pytest.raises(SystemExit) as stop:
-            run_main(flags.split(), tmp_path)
-        assert stop.value.code == 2
-        assert message in run_main.error
-        assert run_main.error.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
-def run_main(flags, folder):
-    """`main` in this process; what it wrote to stderr is kept in `run_main.error`."""
-    import contextlib
-    import io
-
-    argv, before, error = sys.argv, os.getcwd(), io.StringIO()
-    sys.argv = [str(SCRIPT), *flags]
-    os.chdir(folder)
-    try:
-        with contextlib.redirect_stderr(error):
-            ppo.main()
-    finally:
-        sys.argv = argv
-        os.chdir(before)
-        run_main.error = error.getvalue()
-
-
-def test_without_the_ale(tmp_path, monkeypatch):
-    """Where ale-py is missing, the command that installs it is named."""
-    monkeypatch.setattr(ppo, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        run_main(["--env-id", "Pong"], tmp_path)
-    assert "pip install ale-py" in run_main.error
-
-
+@pytest.mark.slow
 def test_train_resume_evaluate_and_video(tmp_path):
-    """A run, going on with it, evaluating it to the same returns, and a video of the first game."""
-    run("--env-id", "Pong", *QUICK, "--total-timesteps", 64, cwd=tmp_path)
-    (checkpoint,) = tmp_path.glob("runs/*/checkpoint.pt")
-    assert ppo.load_checkpoint(checkpoint)[1].global_step == 64
-    done = run("--resume", checkpoint, "--total-timesteps", 128, cwd=tmp_path)
-    assert ppo.load_checkpoint(checkpoint)[1].global_step == 128
-    greedy = re.findall(r"^greedy +return (\S+) .* length (\S+?),?$", done.stdout, re.M)
-    done = run("--evaluate", checkpoint, "--capture-video", cwd=tmp_path)
-    again = re.findall(r"^greedy +return (\S+) .* length (\S+?),", done.stdout, re.M)
-    assert greedy
-    assert greedy == again
-    (video,) = tmp_path.glob("runs/*/videos/*.mp4")
-    assert video.stat().st_size > 10_000
+    """The same run twice, resumed, evaluated to the same returns, and a video of the first game."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        done = call(ATARI, tmp_path / name, *QUICK, "--total-timesteps", 64)
+        assert (done.status, done.err) == (0, "")
+    a, b = checkpoint_in(tmp_path / "a"), checkpoint_in(tmp_path / "b")
+    assert steps_done(a) == 64
+    assert same(load(a), load(b))
+    assert curves(a.parent) == curves(b.parent)
+    settings = QUICK[-6:]
+    done = call(ATARI, tmp_path, "--resume", a, "--total-timesteps", 128, *settings, "--compile")
+    assert (done.status, steps_done(a)) == (0, 128), done.err
+    again = call(ATARI, tmp_path, "--evaluate", a, *settings, "--capture-video")
+    assert re.findall("evaluation .*", again.out) == re.findall("evaluation .*", done.out) != []
+    (video,) = a.parent.glob("videos/*.mp4")
+    capture, images = cv2.VideoCapture(str(video)), []
+    while (frame := capture.read())[0]:
+        images.append(frame[1])
+    assert np.shape(images) == (60, 210, 160, 3)
+    assert not np.array_equal(images[0], images[-1])
+
+
+def test_the_screen_shows_the_first_game():
+    """A game in colour and full size, with the same seed and actions, is the first of several."""
+    envs = ppo.make_envs(args := make_args(env_id="Pong", sticky_actions=0.25), 3)
+    screen = ppo.make_envs(args, 1, grayscale=False, img_height=210, img_width=160)
+    envs.reset(seed=1)
+    screen.reset(seed=1)
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        actions = rng.integers(6, size=3)
+        obs, *_ = envs.step(actions)
+        images, *_ = screen.step(actions[:1])
+    grey = cv2.resize(images[0, -1] @ [0.299, 0.587, 0.114], (84, 84), interpolation=cv2.INTER_AREA)
+    errors = [np.abs(grey - own[-1]).mean() for own in obs]
+    assert errors[0] < 0.35 < min(errors[1:])
+
+
+@pytest.mark.slow
+def test_a_policy_and_its_evaluation(tmp_path):
+    """`load_policy` takes one observation or several; `evaluate` plays whole games with it, unclipped."""
+    args = make_args(env_id="Breakout", total_timesteps=32, eval_episodes=3, eval_max_steps=150)
+    os.chdir(tmp_path)
+    results = ppo.train(args)
+    agent = ppo.Agent(args, spaces.Discrete(4))
+    agent.load_state_dict(load(Path(results["checkpoint"]))["agent"])
+    policy = ppo.load_policy(results["checkpoint"])
+    obs = np.random.default_rng(0).integers(0, 256, (5, 4, 84, 84), dtype=np.uint8)
+    with torch.no_grad():
+        log_policy, _ = agent(torch.from_numpy(obs))
+    greedy = log_policy.argmax(-1).tolist()
+    assert policy(obs).tolist() == greedy
+    assert [policy(one) for one in obs] == greedy
+    samples = np.bincount(policy(np.repeat(obs[:1], 2000, 0), sample=True), minlength=4) / 2000
+    np.testing.assert_allclose(samples, log_policy[0].exp(), atol=0.05)
+
+    envs = ppo.make_envs(make_args(env_id="Breakout", clip_rewards=False), 3)
+    obs, _ = envs.reset(seed=ppo.seed_everything(1) % 2**29 + 2**30)
+    returns, running = np.zeros(3), np.ones(3, bool)
+    for _ in range(150):
+        obs, rewards, _, _, info = envs.step(policy(obs))
+        returns += rewards * running
+        running &= ~info.get("_episode_statistics", np.zeros(3, bool))
+    assert results["greedy_returns"].tolist() == returns.tolist()
 
 
 # Several processes
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+WORKER = Path(__file__).with_name("atari_worker.py")
 
+
+def worker(what, folder):
+    """The results of a function of `atari_worker.py`: of one process, and of the two of torchrun."""
+    for launcher in ([sys.executable], TORCHRUN):
+        words = [*launcher, str(WORKER), what, str(folder)]
+        subprocess.run(words, check=True, timeout=200, cwd=folder, env=environment())
+    return [torch.load(folder / name / "results.pt", weights_only=False) for name in ("1-0", "2-0", "2-1")]
+
+
+@pytest.mark.slow
 def test_two_processes_learn_like_one(tmp_path):
-    """Halves of a rollout in two processes, and all of it in one: the same weights and figures."""
-    subprocess.run([*TORCHRUN, str(WORKER), str(tmp_path / "two.pt")], check=True, timeout=200)
-    subprocess.run([sys.executable, str(WORKER), str(tmp_path / "one.pt")], check=True, timeout=200)
-    one, two = torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt")
-    moved = (one["weights"] - one["before"]).norm()
-    assert moved > 0.1
-    assert (one["weights"] - two["weights"]).norm() < 1e-3 * moved
-    assert one["figures"].keys() == two["figures"].keys()
-    for name, value in one["figures"].items():
-        assert two["figures"][name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    """Halves of a rollout in two processes: the weights and metrics of all of it in one.
+
+    They start with the first one's weights, draw random numbers of their own, and stop at --target-kl
+    together, whatever the KL divergence of their own transitions is.
+    """
+    one, first, second = worker("share_of_an_update", tmp_path)
+    for results in (one, one["stopped"]):
+        others = (first, second) if results is one else (first["stopped"], second["stopped"])
+        for other in others:
+            assert (results["weights"] - other["weights"]).norm() < 1e-4 * results["weights"].norm()
+            assert len(results["kls"]) == len(other["kls"])
+        for name in {*results["metrics"]} - {"policy_mismatch"}:  # the latter is a process's own
+            assert others[0]["metrics"][name] == pytest.approx(
+                results["metrics"][name], rel=1e-3, abs=1e-5
+            ), name
+    assert len(one["kls"]) == 4
+    assert len(one["stopped"]["kls"]) == 3
+    assert first["kls_here"][-1] != pytest.approx(second["kls_here"][-1], rel=0.05)
+    assert not torch.equal(first["noise"], second["noise"])
 
 
-def test_two_processes_train(tmp_path):
-    """Under torchrun, one folder, one report, and a checkpoint from which one process goes on."""
-    done = run("--env-id", "Pong", *QUICK, "--total-timesteps", 80, cwd=tmp_path, launcher=TORCHRUN)
-    assert done.stdout.count("folder ") == 1
-    assert len(list(tmp_path.glob("runs/*/events*"))) == 1
-    (checkpoint,) = tmp_path.glob("runs/*/checkpoint.pt")
-    assert f"torchrun --nproc-per-node 2 {SCRIPT} --resume" in done.stdout
-    saved, state = ppo.load_checkpoint(checkpoint)
-    assert saved.num_envs == 2
-    assert state.global_step == 96  # 3 iterations of 2 x 16: a process alone would need 5
-    run("--resume", checkpoint, "--total-timesteps", 128, cwd=tmp_path)
-    assert ppo.load_checkpoint(checkpoint)[1].global_step == 128
+@pytest.mark.slow
+def test_all_games_differ(tmp_path):
+    """Those of the processes, of a resumed run, and of the evaluation have seeds of their own."""
+    one, first, second = worker("seeds_of_games", tmp_path)
+    begun, evaluation, resumed, evaluation_again = one
+    assert evaluation == evaluation_again
+    assert first == [(2, begun[1]), evaluation]
+    assert second == [(2, begun[1] + 2)]
+    seeds = [set(range(seed, seed + games)) for games, seed in (begun, evaluation, resumed)]
+    assert len(set.union(*seeds)) == 4 + 2 + 4
 
 
-def test_processes_that_cannot_share(tmp_path):
-    """A number of environments that the processes cannot share equally is refused, once."""
-    done = run("--num-envs", 3, cwd=tmp_path, launcher=TORCHRUN, status=1)
-    assert done.stderr.count("--num-envs is 3, which 2 processes cannot share equally") == 1
+def start_torchrun(folder, *flags):
+    """Start a run of two processes, and wait for its first line of progress. Returns it, and its log."""
+    words = [*TORCHRUN, str(Path(ppo.__file__)), *map(str, [*QUICK, *flags])]
+    with open(folder / "log", "w") as log:
+        process = subprocess.Popen(words, cwd=folder, env=environment(), stdout=log, stderr=log)
+    end = time.monotonic() + 120
+    while " steps  " not in (folder / "log").read_text() and process.poll() is None:
+        assert time.monotonic() < end, (folder / "log").read_text()
+        time.sleep(0.1)
+    return process, folder / "log"
+
+
+def children(process):
+    """The processes that torchrun has started, by rank."""
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
+    return sorted(map(int, found.stdout.split()))
+
+
+def progress(log):
+    """The steps of the last line of progress."""
+    return int(re.findall(r"([\d,]+) steps  ", log)[-1].replace(",", ""))
+
+
+@pytest.mark.slow
+def test_torchrun(tmp_path):
+    """Two processes write one folder and one report; one process can resume, and two can evaluate."""
+    process, log = start_torchrun(tmp_path, "--total-timesteps", 80)
+    assert process.wait(120) == 0, log.read_text()
+    text = log.read_text()
+    assert text.count("folder ") == text.count("evaluation ") == 1
+    path = checkpoint_in(tmp_path)
+    assert len(list(path.parent.glob("events*"))) == 1
+    assert f"torchrun --nproc-per-node 2 {ppo.__file__} --resume runs" in text
+    assert steps_done(path) == 96  # 3 iterations of 2 x 16: a process alone would need 5
+    done = call(ATARI, tmp_path, "--resume", path, "--total-timesteps", 128, *QUICK[-8:])
+    assert (done.status, steps_done(path)) == (0, 128)
+    words = [*TORCHRUN, ppo.__file__, "--evaluate", str(path), *map(str, QUICK[-4:])]
+    shown = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert re.findall("evaluation .*", shown.stdout) == re.findall("evaluation .*", done.out)
+
+
+@pytest.mark.slow
+def test_environments_that_the_processes_cannot_share(tmp_path):
+    """They are refused, and nothing is written."""
+    words = [*TORCHRUN, ppo.__file__, "--num-envs", "3"]
+    shown = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert shown.returncode != 0
+    assert "--num-envs is 3, which 2 processes cannot share equally" in shown.stderr
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["torchrun", "first", "second"])
+def test_a_signal_stops_all_processes(who, tmp_path):
+    """Whoever gets SIGTERM, all stop after the same iteration, and the checkpoint holds it."""
+    process, log = start_torchrun(tmp_path, "--log-seconds", 1e-6)
+    pids = {"torchrun": process.pid, "first": children(process)[0], "second": children(process)[1]}
+    os.kill(pids[who], signal.SIGTERM)
+    assert process.wait(25) != 0  # after 30 seconds, torchrun would end them by SIGKILL
+    text = log.read_text()
+    assert re.search(r"^resume +torchrun", text, re.MULTILINE), text
+    assert "evaluation " not in text
+    assert steps_done(checkpoint_in(tmp_path)) == progress(text) > 0
+
+
+@pytest.mark.slow
 def test_a_killed_process_ends_the_run(tmp_path):
-    """The other one says so, ends, and leaves a checkpoint, from which one process goes on."""
-    command = [*TORCHRUN, str(SCRIPT), "--env-id", "Pong", *map(str, QUICK), "--checkpoint-seconds", "0.1"]
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
-        wait_for(lambda: "KL" in (tmp_path / "log").read_text(), 120)  # a line of the progress
-        children = subprocess.run(
-            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
-        )
-        second = max(map(int, children.stdout.split()))
-        os.kill(second, signal.SIGKILL)
-        assert process.wait(120) != 0
-    text = (tmp_path / "log").read_text()
-    assert "ppo_atari.py: the processes cannot exchange data (is one gone?)" in text
-    assert "Last checkpoint: torchrun --nproc-per-node 2" in text
-    (checkpoint,) = tmp_path.glob("runs/*/checkpoint.pt")
-    _, state = ppo.load_checkpoint(checkpoint)
-    assert state.global_step > 0
-    run("--resume", checkpoint, "--total-timesteps", state.global_step + 32, cwd=tmp_path)
-    assert ppo.load_checkpoint(checkpoint)[1].global_step == state.global_step + 32
+    """The other one fails, and says how to resume. One process can."""
+    process, log = start_torchrun(tmp_path, "--checkpoint-seconds", 0.01)
+    os.kill(children(process)[1], signal.SIGKILL)
+    assert process.wait(60) != 0
+    path, text = checkpoint_in(tmp_path), log.read_text()
+    assert "resume with: torchrun --nproc-per-node 2" in text
+    steps = steps_done(path)
+    assert steps > 0
+    done = call(ATARI, tmp_path, "--resume", path, "--total-timesteps", steps + 32, *QUICK[-8:])
+    assert (done.status, steps_done(path)) == (0, steps + 32)
 
 
-def wait_for(condition, seconds):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
+def test_threads_and_devices(monkeypatch):
+    """Each of a machine's processes takes its share of the cores, and a GPU of its own."""
+    cores = len(os.sched_getaffinity(0))
+    assert [ppo.count_threads(ppo.Args(num_threads=n)) for n in (0, 3)] == [cores, 3]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(cores))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert ppo.count_threads(ppo.Args(num_threads=0)) == 1
+    assert [ppo.pick_device(ppo.Args(device=name)) for name in ("cpu", "cuda")] == ["cpu", "cuda:3"]

@@ -346,6 +346,22 @@ def test_copied_alone_it_runs(script, tmp_path):
     assert steps_done(checkpoint_in(tmp_path)) >= 300
 
 
+@pytest.mark.slow
+@each_script
+def test_a_class_of_the_users_own(script, tmp_path):
+    """In a copy of the script, `MyEnv()` in the place of `gym.make(...)` trains on it, as `make_env` says."""
+    kind = "box" if script is CONTINUOUS else "discrete"
+    mine = f"class MyEnv(user_envs.Walk):\n    def __init__(self):\n        super().__init__({kind!r})\n\n\n"
+    text, made = re.subn(r"(?<=return )gym\.make\(.*\)", "MyEnv()", (cli.ROOT / script.file).read_text())
+    assert made == 1
+    text = text.replace("def make_env(", f"import user_envs\n\n{mine}def make_env(", 1)
+    (tmp_path / "mine.py").write_text(text)
+    words = [sys.executable, "mine.py", "--total-timesteps", 300, *SMALL]
+    done = cli.finish(cli.start(tmp_path, list(map(str, words))))
+    assert (done.status, done.err) == (0, "")
+    assert steps_done(checkpoint_in(tmp_path)) >= 300
+
+
 @with_atari
 def test_inline_metadata(script):
     """The script's list of what it needs has what the project needs, and the same Python."""
