@@ -3,7 +3,7 @@
     python tests/copies.py          # list what has drifted from ppo.py; exit status 1 if anything has
     python tests/copies.py --fix    # write ppo.py's version into the other scripts
 
-A unit is a function, a method, the rest of a class, or an assignment, at the top level of a script. Units of
+A unit is a function, a method, the rest of a class, or an assignment, at the top level of a script. Those of
 ppo.py must stand word for word in every other script, but for those that `DIFFERENT` names: what differs on
 purpose, or has no place there. Fields of settings (`Args` and its groups) are compared one by one, by name and
 type; their defaults and texts may differ.
@@ -71,13 +71,14 @@ def drifted(original: str, copy: str, different: set[str]) -> list[str]:
     """What of the original the copy lacks, or has in other words."""
     ours, theirs = units(original), units(copy)
     names = [name for name in ours if name not in different]
-    wrong = [name for name in names if name not in theirs or cut(original, ours[name]) != cut(copy, theirs[name])]
+    same = {name for name in names if name in theirs and cut(original, ours[name]) == cut(copy, theirs[name])}
+    wrong = [name for name in names if name not in same]
     types, other_types = fields(original), fields(copy)
     return wrong + [f"--{name}" for name in types.keys() & other_types if types[name] != other_types[name]]
 
 
 def fixed(original: str, copy: str, different: set[str]) -> str:
-    """The copy with the original's version of every unit that drifted; one that it lacks is put in its place."""
+    """The copy with the original's version of every unit that drifted; a missing one is inserted."""
     previous = ""
     for name, span in units(original).items():
         places = units(copy)  # anew: every replacement moves the lines below it
