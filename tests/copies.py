@@ -5,8 +5,8 @@
 
 A unit is a function, a method, the rest of a class, or an assignment, at the top level of a script. Those of
 ppo.py must stand word for word in every other script, but for those that `DIFFERENT` names: what differs on
-purpose, or has no place there. Fields of settings (`Args` and its groups) are compared one by one, by name and
-type; their defaults and texts may differ.
+purpose, or has no place there. Fields of settings are compared one by one, by name and type; their defaults
+and texts may differ.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 from helpers import direct_gae, float64, random_ends
 from stable_baselines3.common.policies import ActorCriticCnnPolicy
-from torch.distributions import Categorical
 
 import ppo as ppo_discrete
 import ppo_atari as ppo
@@ -404,46 +403,24 @@ def learn(agent, rollout, args, optimizer=None):
     return metrics | ppo.update(agent, step, batch, args)
 
 
-def reference_gradient(agent, rollout, args):
-    """The gradient over the valid rows, by torch.distributions in float64; explained variance, error."""
-    valid = torch.from_numpy(rollout.valid).flatten()
-    values = float64(rollout.values)
-    ends = rollout.terminated, rollout.truncated
-    advantages = direct_gae(rollout.rewards.astype(float), values, *ends, args.gamma, args.gae_lambda)
-    returns = torch.from_numpy(advantages + values[:-1]).flatten()[valid]
-    advantages = torch.from_numpy(advantages).flatten()[valid]
-    explained = 1 - advantages.var() / returns.var()
-    error = (advantages.square().mean() / returns.square().mean()).sqrt()
-    if args.norm_adv:
-        advantages = (advantages - advantages.mean()) / advantages.std(correction=0)
-    actions = torch.from_numpy(rollout.actions).flatten()[valid]
-    old = Categorical(logits=rollout.log_policy.double().flatten(0, 1)[valid]).log_prob(actions)
-    agent.double()
-    features = agent.trunk(rollout.obs[:-1].flatten(0, 1)[valid].double() / 255)
-    new = Categorical(logits=agent.actor(features))
-    policy_loss = -((new.log_prob(actions) - old).exp() * advantages).mean()  # nothing is clipped yet
-    value_loss = 0.5 * (agent.critic(features).squeeze(-1) - returns).square().mean()
-    (policy_loss + args.vf_coef * value_loss - args.ent_coef * new.entropy().mean()).backward()
-    return torch.cat([p.grad.flatten() for p in agent.parameters()]), explained, error
-
-
-@pytest.mark.parametrize("norm_adv", [True, False])
-def test_a_gradient_step_in_float64(norm_adv):
-    """The gradient is that of the loss over all valid rows, and the metrics are theirs."""
-    args = make_args(
-        norm_adv=norm_adv, num_minibatches=1, update_epochs=1, max_grad_norm=1e9, learning_rate=1.0
-    )
+def test_a_batch():
+    """Returns, explained variance and error are those of the valid rows; the policy that acted learns."""
+    args = make_args()
     agent = make_agent(args)
     rollout = make_rollout(args, agent)
-    expected, explained, error = reference_gradient(make_agent(args), rollout, args)
-    before = torch.cat([p.detach().flatten() for p in agent.parameters()])
-    metrics = learn(agent, rollout, args, torch.optim.SGD(agent.parameters(), 0.1))
-    moved = before - torch.cat([p.detach().flatten() for p in agent.parameters()])
-    assert (moved - expected).norm() < 1e-4 * expected.norm()
-    assert metrics["grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
-    assert metrics["explained_variance"] == pytest.approx(explained.item(), abs=1e-4)
-    assert metrics["critic_error"] == pytest.approx(error.item(), rel=1e-4)
+    batch, metrics = ppo.make_batch(agent, rollout, args)
+    ends, values = (rollout.terminated, rollout.truncated), float64(rollout.values)
+    advantages = direct_gae(rollout.rewards.astype(float), values, *ends, args.gamma, args.gae_lambda)
+    valid, returns = rollout.valid, advantages + values[:-1]
+    np.testing.assert_allclose(batch.returns.reshape(returns.shape)[valid], returns[valid], atol=1e-5)
+    np.testing.assert_array_equal(batch.weights.reshape(returns.shape), valid)
+    explained = 1 - advantages[valid].var() / returns[valid].var()
+    error = np.sqrt((advantages[valid] ** 2).mean() / (returns[valid] ** 2).mean())
+    assert metrics["explained_variance"] == pytest.approx(explained, abs=1e-4)
+    assert metrics["critic_error"] == pytest.approx(error, rel=1e-4)
     assert metrics["policy_mismatch"] < 1e-5
+    rollout.log_policy[1, 2] += 0.5
+    assert ppo.make_batch(agent, rollout, args)[1]["policy_mismatch"] == pytest.approx(0.5, abs=1e-4)
 
 
 def test_what_filler_rows_hold_does_not_matter():
@@ -474,45 +451,48 @@ def test_a_network_may_change():
     assert not torch.equal(before, agent.trunk[7].weight)
 
 
-def test_the_loss_is_that_of_ppo():
-    """The loss, its gradient and metrics are those of ppo.py on the transitions, without the filler rows."""
-    torch.manual_seed(0)
-    policies, values = torch.randn(2, 40, 3), torch.randn(2, 40)
-    actions, targets = torch.randint(3, (40,)), torch.randn(2, 40)
-    valid = torch.rand(40) > 0.3
-    for changes in ({}, {"clip_vloss": True, "clip_coef": 0.3}, {"surrogate": "kl-penalty", "vf_coef": 2.0}):
-        args = make_args(norm_adv=False, ent_coef=0.1, **changes)
-        results = []
-        for script, rows in ((ppo, slice(None)), (ppo_discrete, valid)):
-            new, value = policies[0][rows].requires_grad_(), values[0][rows].requires_grad_()
-            outputs = new.log_softmax(-1), value
-            agent = StubAgent(lambda _, outputs=outputs: outputs)
-            columns = [actions, policies[1].log_softmax(-1), values[1], *targets]
-            batch = [column[rows] for column in (actions, *columns)]
-            batch = script.Batch(*batch, valid.float()) if script is ppo else script.Batch(*batch)
-            loss, metrics = script.ppo_loss(agent, batch, args, make_state(args))
-            loss.backward()
-            whole = torch.zeros(40, 4)
-            whole[rows] = torch.cat([new.grad, value.grad.unsqueeze(-1)], -1)
-            results.append((loss, metrics, whole))
-        for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(one, other)
+class Fixed:
+    """An agent of both scripts, whose outputs are given."""
 
-
-class StubAgent:
-    """Both scripts' agents, whose outputs are given."""
-
-    def __init__(self, forward):
-        self.forward = forward
+    def __init__(self, logits, values):
+        self.outputs = logits.log_softmax(-1), values
 
     def __call__(self, obs):
-        return self.forward(obs)
+        return self.outputs
 
     def log_policy(self, obs):
-        return self.forward(obs)[0]
+        return self.outputs[0]
 
     def value(self, obs):
-        return self.forward(obs)[1]
+        return self.outputs[1]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"norm_adv": True}, {"clip_vloss": True}, {"surrogate": "kl-penalty", "vf_coef": 2.0}]
+)
+def test_the_loss_is_that_of_ppo(changes):
+    """The loss, its gradient and metrics are those of ppo.py on the transitions, without the filler rows."""
+    torch.manual_seed(0)
+    logits, old_logits, numbers = torch.randn(40, 3), torch.randn(40, 3), torch.randn(4, 40)
+    actions, valid = torch.randint(3, (40,)), torch.rand(40) > 0.3
+    args, results = make_args(**{"norm_adv": False, "ent_coef": 0.1, "clip_coef": 0.3, **changes}), []
+    for script, rows in ((ppo, torch.arange(40)), (ppo_discrete, valid.nonzero().squeeze())):
+        policy, values = logits[rows].requires_grad_(), numbers[0, rows].requires_grad_()
+        old_values, advantages, returns = numbers[1:, rows]
+        if (
+            script is ppo_discrete and args.norm_adv
+        ):  # by the sample's standard deviation, not the unbiased one
+            advantages = (advantages - advantages.mean()) / advantages.std(correction=0)
+        columns = [actions[rows], old_logits[rows].log_softmax(-1), old_values, advantages, returns]
+        batch = script.Batch(*columns[:1], *columns, *([valid.float()] if script is ppo else []))
+        settings = args if script is ppo else ppo.replace(args, norm_adv=False)
+        loss, metrics = script.ppo_loss(Fixed(policy, values), batch, settings, make_state(args))
+        loss.backward()
+        gradient = torch.zeros(40, 4)
+        gradient[rows] = torch.cat([policy.grad, values.grad.unsqueeze(-1)], -1)
+        results.append((loss, metrics, gradient))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 # The command line
@@ -660,7 +640,7 @@ def progress(log):
 
 @pytest.mark.slow
 def test_torchrun(tmp_path):
-    """Two processes write one folder and one report; one process can resume, and two can evaluate."""
+    """Two processes write one folder and one report; one process can resume, two evaluate, not all share."""
     process, log = start_torchrun(tmp_path, "--total-timesteps", 80)
     assert process.wait(120) == 0, log.read_text()
     text = log.read_text()
@@ -674,16 +654,9 @@ def test_torchrun(tmp_path):
     words = [*TORCHRUN, ppo.__file__, "--evaluate", str(path), *map(str, QUICK[-4:])]
     shown = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=True)
     assert re.findall("evaluation .*", shown.stdout) == re.findall("evaluation .*", done.out)
-
-
-@pytest.mark.slow
-def test_environments_that_the_processes_cannot_share(tmp_path):
-    """They are refused, and nothing is written."""
     words = [*TORCHRUN, ppo.__file__, "--num-envs", "3"]
     shown = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert shown.returncode != 0
     assert "--num-envs is 3, which 2 processes cannot share equally" in shown.stderr
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -13,7 +13,19 @@ import cli_helpers as cli
 import pytest
 import torch
 import user_envs
-from cli_helpers import CONTINUOUS, PPO, SIGNALS, SIZE, SMALL, call, checkpoint_in, each_script, load, run, steps_done
+from cli_helpers import (
+    CONTINUOUS,
+    PPO,
+    SIGNALS,
+    SIZE,
+    SMALL,
+    call,
+    checkpoint_in,
+    each_script,
+    load,
+    run,
+    steps_done,
+)
 
 
 def trained(script, folder, *args, **settings):
