@@ -330,6 +330,7 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout) -> None:
     done = terminated[-1] | truncated[-1]
     rollout.episodes = []
     for t in range(len(actions)):
+        check_finite(obs[t], rewards[t - 1], t)
         sampled, log_policy = agent.act(obs[t], noise[t])
         actions[t] = sampled.cpu().numpy()
         rollout.log_policy[t] = log_policy.cpu().numpy()
@@ -339,7 +340,7 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout) -> None:
         if done.any():
             episodes = info["episode_statistics"]
             rollout.episodes += zip(episodes["r"][done].tolist(), episodes["l"][done].tolist(), strict=True)
-    check_finite(rollout)
+    check_finite(obs[-1], rewards[-1], len(actions))
 
 
 @torch.no_grad()
@@ -575,18 +576,28 @@ class FlatEnv(gym.wrappers.FlattenObservation):
     def __init__(self, args: Args, index: int):
         super().__init__(make_env(args))
         self.index, self.size = index, gym.spaces.flatdim(self.env.observation_space)
-        if multiprocessing.parent_process():  # in a worker: Ctrl-C is for the process that trains
+        if "AsyncVectorEnv" in multiprocessing.current_process().name:  # Ctrl-C is for the main process
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def step(self, action: Any) -> tuple:
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Name the environment before an exception is shown."""
         try:
+            yield
+        except Exception:
+            print(f"environment {self.index} failed:", file=sys.stderr)
+            raise
+
+    def reset(self, **kwargs: Any) -> tuple:
+        with self.named():
+            return super().reset(**kwargs)
+
+    def step(self, action: Any) -> tuple:
+        with self.named():
             obs, *rest = super().step(action)
             if len(obs) != self.size:
                 raise ValueError(f"an observation has {len(obs)} numbers; by its space, it has {self.size}")
             return obs, *rest
-        except Exception:
-            print(f"environment {self.index} failed:", file=sys.stderr)
-            raise
 
 
 def make_envs(args: Args) -> VectorEnv:
@@ -615,12 +626,13 @@ def make_envs(args: Args) -> VectorEnv:
     return gym.wrappers.vector.RecordEpisodeStatistics(envs, stats_key="episode_statistics")
 
 
-def check_finite(rollout: Rollout) -> None:
-    """Raise `ValueError` if an environment returned a value that is not finite."""
-    finite = np.isfinite(rollout.obs[1:]).all(-1) & np.isfinite(rollout.rewards)
-    for t, n in np.argwhere(~finite)[:1]:
-        values = f"observation {rollout.obs[t + 1, n]}, reward {rollout.rewards[t, n]}"
-        raise ValueError(f"environment {n} returned a value that is not finite in step {t}: {values}")
+def check_finite(obs: np.ndarray, rewards: np.ndarray, t: int) -> None:
+    """Raise `ValueError` if observations [N, D] and the rewards [N] before them are not finite."""
+    if np.isfinite(obs).all() and np.isfinite(rewards).all():
+        return
+    n = int(np.flatnonzero(~(np.isfinite(obs).all(-1) & np.isfinite(rewards)))[0])
+    values = f"observation {obs[n]}, reward {rewards[n]}"
+    raise ValueError(f"environment {n} returned a value that is not finite, before step {t}: {values}")
 
 
 def seed_everything(seed: int) -> int:
@@ -734,11 +746,15 @@ class Run:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        hanging = {"terminate": True} if error and self.args.async_envs else {}
-        self.envs.close(**hanging)
         if sys.stdout.isatty():
             say("")
-        if error:  # at exit, which is after the traceback
+        if not error:
+            self.envs.close()
+        else:
+            for process in getattr(self.envs.unwrapped, "processes", ()):  # they may be dead, or hang
+                process.terminate()
+            self.envs.unwrapped.closed = True
+            # At exit, which is after the traceback.
             failed = f"failed after {self.state.global_step:,} steps; resume with: {self.resume}"
             atexit.register(print, failed, file=sys.stderr)
 
@@ -863,7 +879,8 @@ def load_policy(path: str | Path, device: str = "cpu") -> Callable:
     env.close()
     space = env.env.observation_space
     agent = Agent(args, env.observation_space, env.action_space).to(device)
-    agent.load_state_dict(content["agent"])
+    with refuse_errors(f"{path} does not fit its settings", RuntimeError):
+        agent.load_state_dict(content["agent"])
 
     @torch.inference_mode()
     def policy(obs: Any, sample: bool = False) -> Any:
@@ -977,6 +994,8 @@ def main() -> None:
                 signal.signal(getattr(signal, name), request_stop)
             train(args, stop)
     except (Refused, Diverged) as error:
+        for process in multiprocessing.active_children():  # of environments
+            process.terminate()
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, Refused) else 1)
     if stop:

@@ -873,7 +873,8 @@ def load_policy(path: str | Path, device: str = "cpu") -> Callable:
     envs = make_envs(content["args"], num_envs=1)
     envs.close()
     agent = Agent(content["args"], envs.single_action_space).to(device)
-    agent.load_state_dict(content["agent"])
+    with refuse_errors(f"{path} does not fit its settings", RuntimeError):
+        agent.load_state_dict(content["agent"])
 
     @torch.inference_mode()
     def policy(obs: Any, sample: bool = False) -> Any:

@@ -1,5 +1,6 @@
 """A process of the tests of torchrun, in test_atari.py: `python atari_worker.py <what> <folder>`."""
 
+import copy
 import os
 import sys
 from pathlib import Path
@@ -16,30 +17,25 @@ RANK, PROCESSES = ppo.world()
 torch.set_num_threads(1)
 
 
-def learn(whole, args):
+def learn(agent, optimizer, whole, args):
     """An iteration on this process's share of a rollout: metrics, weights, and the KL after each step."""
-    agent = make_agent(args, seed=RANK)  # other weights than the first process's, until they are connected
-    optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5)
     rollout, share = ppo.Rollout(args, agent), args.num_envs // PROCESSES
     for name in ("obs", "log_policy", "values", "actions", "rewards", "terminated", "truncated", "valid"):
         getattr(rollout, name)[:] = getattr(whole, name)[:, RANK * share : (RANK + 1) * share]
-    agent.unused = torch.nn.Linear(2, 2)  # its gradient is None
+    batch, metrics = ppo.make_batch(agent, rollout, args)
     kls, kls_here = [], []
-    with ppo.connect(args, agent, seed=RANK):
-        noise = ppo.gumbel_noise(4)
-        batch, metrics = ppo.make_batch(agent, rollout, args)
 
-        def step(minibatch):
-            metrics = ppo.gradient_step(agent, optimizer, args, make_state(args), minibatch)
-            kls.append(ppo.distance_moved(agent, minibatch))
-            with torch.no_grad():
-                kl = ppo.kl_divergence(minibatch.log_policy, agent(minibatch.obs)[0])
-            kls_here.append((kl @ minibatch.weights / minibatch.weights.sum()).item())
-            return metrics
+    def step(minibatch):
+        metrics = ppo.gradient_step(agent, optimizer, args, make_state(args), minibatch)
+        kls.append(ppo.distance_moved(agent, minibatch))
+        with torch.no_grad():
+            kl = ppo.kl_divergence(minibatch.log_policy, agent(minibatch.obs)[0])
+        kls_here.append((kl @ minibatch.weights / minibatch.weights.sum()).item())
+        return metrics
 
-        metrics |= ppo.update(agent, step, batch, args)
+    metrics |= ppo.update(agent, step, batch, args)
     weights = torch.cat([parameter.detach().flatten() for parameter in agent.parameters()])
-    return {"metrics": metrics, "weights": weights, "kls": kls, "kls_here": kls_here, "noise": noise}
+    return {"metrics": metrics, "weights": weights, "kls": kls, "kls_here": kls_here}
 
 
 def share_of_an_update():
@@ -48,11 +44,17 @@ def share_of_an_update():
     whole = make_rollout(args, make_agent(args), seed=4, chance=0.3)
     counts = whole.valid.sum(0)
     assert counts[:2].sum() != counts[2:].sum()  # unequal shares
-    results = learn(whole, args)
-    # All together reach this after three epochs; of two processes, one would reach it after two.
-    target = ppo.replace(args, target_kl=1.0001 * results["kls"][1])
-    results["stopped"] = learn(whole, target)
-    return results
+    agent = make_agent(args, seed=RANK)  # other weights than the first process's, until they are connected
+    agent.unused = torch.nn.Linear(2, 2)  # its gradient is None
+    another = copy.deepcopy(agent)
+    optimizers = [torch.optim.Adam(each.parameters(), eps=1e-5) for each in (agent, another)]
+    with ppo.connect(args, agent, seed=RANK):
+        another.load_state_dict(agent.state_dict())
+        noise = ppo.gumbel_noise(4)
+        results = learn(agent, optimizers[0], whole, args)
+        # All together reach this after three epochs; of two processes, one would reach it after two.
+        target = ppo.replace(args, target_kl=1.0001 * results["kls"][1])
+        return {**results, "noise": noise, "stopped": learn(another, optimizers[1], whole, target)}
 
 
 def seeds_of_games():

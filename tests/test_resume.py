@@ -36,6 +36,7 @@ def trained(script, folder, *args, **settings):
 
 def resume(script, path, *args, **settings):
     """Resume a run. Returns what it printed."""
+    time.sleep(1.1)  # TensorBoard orders the files of one process by their second
     return run(script, path.parents[2], "--resume", path, *args, **settings)
 
 
