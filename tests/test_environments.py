@@ -310,7 +310,7 @@ def test_train_in_a_process_of_a_pool(tmp_path):
         "import ppo",
         "def job(seed):",
         "    args = ppo.Args(env_id='user_envs:Walk-v0', total_timesteps=100, eval_episodes=1, seed=seed)",
-        "    thread = threading.Thread(target=lambda: print(sorted(ppo.train(args))))",
+        "    thread = threading.Thread(target=lambda: print(sorted(ppo.train(args)), flush=True))",
         "    thread.start()",
         "    thread.join()",
         "    return signal.getsignal(signal.SIGINT) is signal.default_int_handler",
