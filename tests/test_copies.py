@@ -61,5 +61,5 @@ def test_drift_is_found_and_mended(tool, tmp_path):
 def test_a_stale_list_of_differences(tool, tmp_path):
     """A name in DIFFERENT that ppo.py has not is reported."""
     path = tmp_path / "tests/copies.py"
-    path.write_text(path.read_text().replace('"FORMAT', '"NO_SUCH_UNIT FORMAT'))
+    path.write_text(path.read_text().replace(" FORMAT ", " NO_SUCH_UNIT FORMAT "))
     assert "NO_SUCH_UNIT" in tool().stdout
