@@ -810,7 +810,7 @@ class Run:
             self.envs.close()
         else:
             for process in getattr(self.envs.unwrapped, "processes", ()):  # they may be dead, or hang
-                process.terminate()
+                process.kill()
             self.envs.unwrapped.closed = True
             # At exit, which is after the traceback.
             failed = f"failed after {self.state.global_step:,} steps; resume with: {self.resume}"
@@ -1058,7 +1058,7 @@ def main() -> None:
             train(args, stop)
     except (Refused, Diverged) as error:
         for process in multiprocessing.active_children():  # of environments
-            process.terminate()
+            process.kill()
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, Refused) else 1)
     if stop:

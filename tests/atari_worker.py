@@ -48,6 +48,7 @@ def share_of_an_update():
     agent.unused = torch.nn.Linear(2, 2)  # its gradient is None
     another = copy.deepcopy(agent)
     optimizers = [torch.optim.Adam(each.parameters(), eps=1e-5) for each in (agent, another)]
+    torch.manual_seed(0)
     with ppo.connect(args, agent, seed=RANK):
         another.load_state_dict(agent.state_dict())
         noise = ppo.gumbel_noise(4)
