@@ -3,8 +3,8 @@
     python plot.py runs/* --output curves.png
     python plot.py runs/* --compare
 
-Each environment has a panel, and each experiment (`--exp-name`) a line: the mean of its seeds, with a band
-from the lowest to the highest seed, up to the end of the shortest run. NaN and infinite values are left out.
+Each environment has a panel, and each experiment (`--exp-name`) a line: the mean of its seeds, with their
+range as a band, up to the end of the shortest run. NaN and infinite values are left out.
 """
 
 import logging
@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import numpy as np
 import tyro
@@ -31,6 +31,11 @@ except ImportError as error:
 RUN = re.compile(r"(?P<env_id>.+?)__(?P<experiment>.+)__(?P<seed>-?\d+)__(?P<date>[\d-]+)")  # its folder
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"  # Okabe and Ito 2008
 LOOKS = plt.cycler(linestyle=["-", "--", ":", "-."]) * plt.cycler(color=COLORS)  # all colors, then dashed
+
+
+def refuse(reason: str) -> NoReturn:
+    print(f"plot.py: {reason}", file=sys.stderr)
+    sys.exit(2)
 
 
 @dataclass
@@ -50,8 +55,7 @@ def read_curve(folder: Path, tag: str) -> pd.DataFrame:
     if folder.is_dir():
         events.Reload()
     scalars = events.Scalars(tag) if tag in events.Tags()["scalars"] else []
-    values = [(event.wall_time, event.step, event.value) for event in scalars]
-    curve = pd.DataFrame(values, columns=["wall_time", "steps", "value"], dtype=float)
+    curve = pd.DataFrame(scalars, columns=["wall_time", "steps", "value"], dtype=float)
     curve["seconds"] = curve.wall_time - (events.FirstEventTimestamp() if scalars else 0)
     for file in sorted(folder.glob("events.out.tfevents.[0-9]*"))[1:]:  # each --resume has its own file,
         start = int(file.name.split(".")[3])  # and its time in the name
@@ -75,8 +79,7 @@ def load_runs(paths: tuple[str, ...], tag: str) -> pd.DataFrame:
             reason = "its name is not env_id__exp_name__seed__date" if len(curve) else f"it has no {tag}"
             print(f"skipped {folder}: {reason}", file=sys.stderr)
     if not rows:
-        print("plot.py: nothing to plot", file=sys.stderr)
-        sys.exit(2)
+        refuse("nothing to plot")
     runs = pd.DataFrame(rows).sort_values("date")
     runs.loc[runs.date.str.isdigit(), "experiment"] += " (CleanRL)"  # its folders end in the Unix time
     older = runs.duplicated(["env_id", "experiment", "seed"], keep="last")
@@ -99,7 +102,7 @@ def draw(runs: pd.DataFrame, args: Args) -> None:
     columns = int(np.ceil(np.sqrt(len(panels))))
     rows = int(np.ceil(len(panels) / columns))
     figure = plt.figure(figsize=(5 * columns, 3.6 * rows), dpi=150, layout="constrained")
-    figure.suptitle("mean (line) and range (band) of the seeds, up to the end of the shortest run", size=11)
+    figure.suptitle("line: mean of the seeds, to the end of the shortest run; band: their range", size=8)
     for place, (env_id, panel) in enumerate(panels, 1):
         axes = figure.add_subplot(rows, columns, place)
         window = float(f"{args.smooth * max(curve[args.x].max() for curve in panel.curve):.1g}")  # round
@@ -112,12 +115,15 @@ def draw(runs: pd.DataFrame, args: Args) -> None:
             axes.plot(points, np.mean(lines, 0), marker="" if start < end else "o", **look)
             axes.fill_between(points, np.min(lines, 0), np.max(lines, 0), alpha=0.2, fc=look["color"])
         smoothing = f"\nmean of the last {window:,.10g} {args.x}" if window else ""
+        axes.grid(alpha=0.3)
         axes.set(title=env_id, xlabel=args.x, ylabel=args.tag + smoothing, xlim=(0, None))
-        if args.x == "steps":
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k, 1M
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k, 1M
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, fontsize="small", frameon=False)
     if args.output or plt.get_backend().lower() == "agg":  # agg: there is no display
-        plt.savefig(args.output or "curves.png")
+        try:
+            plt.savefig(args.output or "curves.png")
+        except (OSError, ValueError) as error:  # no such folder, no such format
+            refuse(f"--output {args.output}: {error}")
     else:
         plt.show()
 
@@ -141,6 +147,8 @@ def compare(runs: pd.DataFrame, args: Args) -> None:
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
+    if not 0 <= args.smooth <= 1:
+        refuse(f"--smooth {args.smooth} is not between 0 and 1")
     runs = load_runs(args.runs, args.tag)
     present = compare if args.compare else draw
     present(runs, args)

@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.10"
+# requires-python = ">=3.11"
 # dependencies = [
 #     "torch>=2.5,<2.14", "gymnasium>=1.1", "ale-py>=0.11.1", "numpy", "tensorboard", "tyro>=0.9",
 # ]
@@ -32,7 +32,6 @@ the last 4 images, the newest last: [4, 84, 84], bytes.
 from __future__ import annotations
 
 import ast
-import atexit
 import ctypes
 import difflib
 import json
@@ -213,11 +212,10 @@ def compute_gae(
     """
     deltas = rewards + gamma * values[1:] * ~terminated - values[:-1]
     decays = gamma * gae_lambda * ~(terminated | truncated)
-    advantages, advantage = torch.zeros_like(deltas), torch.zeros_like(deltas[0])
-    for t in reversed(range(len(deltas))):
-        advantage = deltas[t] + decays[t] * advantage
-        advantages[t] = advantage
-    return advantages, advantages + values[:-1]
+    advantages = torch.zeros_like(values)
+    for t in reversed(range(len(rewards))):
+        advantages[t] = deltas[t] + decays[t] * advantages[t + 1]
+    return advantages[:-1], advantages[:-1] + values[:-1]
 
 
 class Batch(NamedTuple):
@@ -357,24 +355,19 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, dict[
     }
 
 
-def compute_gradient(agent: Agent, batch: Batch, args: Args, state: State) -> Tensor:
-    """Backpropagate the loss, sum the gradients of all processes, clip their norm. Returns METRICS [7]."""
+def gradient_step(agent: Agent, optimizer: Adam, args: Args, state: State, batch: Batch) -> Tensor:
+    """Take one gradient step on a minibatch of all processes. Returns METRICS [7]."""
+    (group,) = optimizer.param_groups
+    group["lr"] = state.learning_rate
+    optimizer.zero_grad()
     loss, metrics = ppo_loss(agent, batch, args, state)
     loss.backward()
-    for parameter in agent.parameters():
+    for parameter in group["params"]:
         if parameter.grad is not None:
             sum_over_processes(parameter.grad)
-    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-    return torch.cat([sum_over_processes(metrics), grad_norm.unsqueeze(0)])
-
-
-def gradient_step(agent: Agent, optimizer: Adam, args: Args, state: State, batch: Batch) -> Tensor:
-    """Take one gradient step on a minibatch. Returns METRICS [7]."""
-    optimizer.zero_grad()
-    metrics = compute_gradient(agent, batch, args, state)
-    optimizer.param_groups[0]["lr"] = state.learning_rate
+    grad_norm = nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     optimizer.step()
-    return metrics
+    return torch.cat([sum_over_processes(metrics), grad_norm.unsqueeze(0)])
 
 
 @torch.no_grad()
@@ -752,9 +745,8 @@ class Run:
         self.envs.close()
         if sys.stdout.isatty():
             say("")
-        if error:  # at exit, which is after the traceback
-            failed = f"failed after {self.state.global_step:,} steps; resume with: {self.resume}"
-            atexit.register(print, failed, file=sys.stderr)
+        if error:  # Python prints it below the traceback
+            error.add_note(f"failed after {self.state.global_step:,} steps; resume with: {self.resume}")
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
         """Write an iteration's metrics to TensorBoard, print the progress, and save a checkpoint when due."""
@@ -1005,7 +997,7 @@ def main() -> None:
                 signal.signal(getattr(signal, name), request_stop)
             train(args, stop)
     except (Refused, Diverged) as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: {error}", *getattr(error, "__notes__", []), sep="\n", file=sys.stderr)
         sys.exit(2 if isinstance(error, Refused) else 1)
     if stop:
         sys.exit(128 + stop[0])

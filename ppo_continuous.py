@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.10"
+# requires-python = ">=3.11"
 # dependencies = [
 #     "torch>=2.5,<2.14", "gymnasium[classic-control,mujoco]>=1.1", "numpy", "tensorboard", "tyro>=0.9",
 # ]
@@ -30,7 +30,6 @@ Shapes: T steps per rollout, N environments, D numbers per observation, A per ac
 from __future__ import annotations
 
 import ast
-import atexit
 import json
 import math
 import multiprocessing
@@ -256,11 +255,10 @@ def compute_gae(
     """
     deltas = rewards + gamma * values[1:] * ~terminated - values[:-1]
     decays = gamma * gae_lambda * ~(terminated | truncated)
-    advantages, advantage = torch.zeros_like(deltas), torch.zeros_like(deltas[0])
-    for t in reversed(range(len(deltas))):
-        advantage = deltas[t] + decays[t] * advantage
-        advantages[t] = advantage
-    return advantages, advantages + values[:-1]
+    advantages = torch.zeros_like(values)
+    for t in reversed(range(len(rewards))):
+        advantages[t] = deltas[t] + decays[t] * advantages[t + 1]
+    return advantages[:-1], advantages[:-1] + values[:-1]
 
 
 class Batch(NamedTuple):
@@ -333,9 +331,10 @@ class Rollout:
         steps, n = args.num_steps, args.num_envs
         self.obs = np.zeros((steps + 1, n, len(agent.normalised)), np.float32)
         self.actions = np.zeros((steps, n, agent.action_size), np.float32)
-        self.log_policy = np.zeros((steps, n, 2 * agent.action_size), np.float32)  # log π(·|s)
         self.rewards, self.discounted_returns = np.zeros((2, steps, n), np.float32)
         self.terminated, self.truncated, self.valid = np.zeros((3, steps, n), bool)
+        self.acting_policy = torch.zeros(n, 2 * agent.action_size)  # log π(·|s) of the last step
+        self.returns, self.lengths = np.zeros(n), np.zeros(n, int)  # so far, of the unfinished episodes
         self.episodes: list[tuple[float, int]] = []  # return and length of those that ended
 
 
@@ -346,20 +345,29 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout) -> None:
     terminated, truncated = rollout.terminated, rollout.truncated
     noise = torch.randn(actions.shape).to(agent.normalised.device)  # drawn at once, for speed
     obs[0] = obs[-1]
-    done = terminated[-1] | truncated[-1]
-    rollout.episodes = []
-    for t in range(len(actions)):
-        check_finite(obs[t], rewards[t - 1], t)
-        sampled, log_policy = agent.act(obs[t], noise[t])
-        actions[t] = sampled.cpu().numpy()
-        rollout.log_policy[t] = log_policy.cpu().numpy()
-        valid[t] = ~done
-        obs[t + 1], rewards[t], terminated[t], truncated[t], info = envs.step(agent.env_actions(actions[t]))
-        done = terminated[t] | truncated[t]
-        if done.any():
-            episodes = info["episode_statistics"]
-            rollout.episodes += zip(episodes["r"][done].tolist(), episodes["l"][done].tolist(), strict=True)
-    check_finite(obs[-1], rewards[-1], len(actions))
+    valid[0] = ~(terminated[-1] | truncated[-1])
+    try:
+        for t, step_noise in enumerate(noise):
+            sampled, rollout.acting_policy = agent.act(obs[t], step_noise)
+            actions[t] = sampled.cpu().numpy()
+            obs[t + 1], rewards[t], terminated[t], truncated[t], _ = envs.step(agent.env_actions(actions[t]))
+    finally:  # first of all: if an environment failed, this may be why
+        check_finite(rollout)
+    valid[1:] = ~(terminated | truncated)[:-1]
+    rollout.episodes = finished_episodes(rollout)
+
+
+def finished_episodes(rollout: Rollout) -> list[tuple[float, int]]:
+    """Return and length of each episode that ended (Gymnasium's wrapper takes 10% of a compiled run)."""
+    episodes = []
+    returns = rollout.returns + np.cumsum(rollout.rewards * rollout.valid, 0, float)
+    lengths = rollout.lengths + np.cumsum(rollout.valid, 0)
+    for t, n in np.argwhere(rollout.terminated | rollout.truncated):
+        episodes.append((float(returns[t, n]), int(lengths[t, n])))
+        returns[:, n] -= returns[t, n]
+        lengths[:, n] -= lengths[t, n]
+    rollout.returns, rollout.lengths = returns[-1], lengths[-1]
+    return episodes
 
 
 @torch.no_grad()
@@ -383,10 +391,11 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, Calla
     The second result is a function that estimates them again with the critic of that moment.
     """
     tensor = partial(torch.as_tensor, device=args.device)
-    raw_obs, actions, log_policy = tensor(rollout.obs), tensor(rollout.actions), tensor(rollout.log_policy)
+    raw_obs, actions = tensor(rollout.obs), tensor(rollout.actions)
     terminated, truncated, valid = map(tensor, (rollout.terminated, rollout.truncated, rollout.valid))
     rewards = scale_rewards(agent, rollout, args.gamma) if args.norm_rewards else tensor(rollout.rewards)
     obs = agent.normalize(raw_obs)
+    log_policy = agent.log_policy(obs[:-1])
 
     @torch.no_grad()
     def estimate() -> tuple[Tensor, Tensor, Tensor]:
@@ -409,27 +418,21 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, Calla
         "outside": float(((unclipped < agent.low) | (unclipped > agent.high)).mean()),
         "reward_max": rewards.abs().max().item(),
         "reward_range": float(sizes.max() / np.median(sizes)) if len(sizes) else 1.0,
-        "policy_mismatch": (agent.log_policy(batch.obs) - batch.log_policy).abs().max().item(),
+        "policy_mismatch": (rollout.acting_policy - log_policy[-1]).abs().max().item(),
     }
     return batch, estimate, metrics
 
 
-def compute_gradient(agent: Agent, batch: Batch, args: Args, state: State) -> Tensor:
-    """Backpropagate the loss and clip the gradient's norm. Returns METRICS [7]."""
-    loss, metrics = ppo_loss(agent, batch, args, state)
-    loss.backward()
-    # foreach=True is not compiled: with it, a compiled gradient step takes 1.5 times as long.
-    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=False)
-    return torch.cat([metrics, grad_norm.unsqueeze(0)])
-
-
 def gradient_step(agent: Agent, optimizer: Adam, args: Args, state: State, batch: Batch) -> Tensor:
     """Take one gradient step on a minibatch. Returns METRICS [7]."""
+    (group,) = optimizer.param_groups
+    group["lr"] = state.learning_rate
     optimizer.zero_grad()
-    metrics = compute_gradient(agent, batch, args, state)
-    optimizer.param_groups[0]["lr"] = state.learning_rate
+    loss, metrics = ppo_loss(agent, batch, args, state)
+    loss.backward()
+    grad_norm = nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     optimizer.step()
-    return metrics
+    return torch.cat([metrics, grad_norm.unsqueeze(0)])
 
 
 @torch.no_grad()
@@ -556,35 +559,45 @@ def refuse_errors(reason: str, *kinds: type[Exception], about: str = "") -> Iter
 
 def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: State) -> Callable:
     """`gradient_step` as one graph. Adam is a function here: `optimizer.step()` cannot be part of a graph."""
-    torch._dynamo.config.trace_autograd_ops = True  # or `backward` could not be part of it, either
-    parameters: Any = [p for p in agent.parameters() if p.requires_grad]
+    torch._dynamo.config.trace_autograd_ops = True  # or `torch.autograd.grad` could not be part of it, either
+    torch.fx.experimental._config.use_duck_shape = False  # sizes that are equal at first may differ later
+    (group,) = optimizer.param_groups
+    parameters = [p for p in group["params"] if p.requires_grad]
     for p in parameters:
         zeros = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         optimizer.state[p] = optimizer.state[p] or zeros
     averages = [optimizer.state[p]["exp_avg"] for p in parameters]
     squares = [optimizer.state[p]["exp_avg_sq"] for p in parameters]
-    steps = [optimizer.state[p]["step"] for p in parameters]
-    beta1, beta2 = optimizer.defaults["betas"]
-    eps = optimizer.defaults["eps"]
-    settings: Any = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": 0.0, "amsgrad": False}
+    steps: Any = [optimizer.state[p]["step"] for p in parameters]
+    beta1, beta2 = group["betas"]
+    settings: Any = {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "weight_decay": 0.0}
+    settings |= {"amsgrad": False, "maximize": False}
     # As tensors, the coefficients can change without compiling anew.
     tensors: Any = [torch.tensor(getattr(state, name)) for name in COEFFICIENTS]
     coefficients = State(*tensors)
 
-    @partial(torch.compile, dynamic=True, fullgraph=True, options={"cpp_wrapper": True})
     def graph(batch: Batch) -> Tensor:
-        metrics = compute_gradient(agent, batch, args, coefficients)
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        loss, metrics = ppo_loss(agent, batch, args, coefficients)
+        gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+        grad_norm = nn.utils.get_total_norm(gradients, foreach=False)
+        scale = (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)
+        clipped: Any = [gradient * scale for gradient in gradients]
         lr = coefficients.learning_rate
         with torch.no_grad():
-            adam(parameters, gradients, averages, squares, [], steps, lr=lr, maximize=False, **settings)
-        agent.zero_grad()
-        return metrics
+            adam(parameters, clipped, averages, squares, [], steps, lr=lr, **settings)
+        return torch.cat([metrics, grad_norm.unsqueeze(0)])
+
+    def check_shapes_only(guards: Sequence[Any]) -> list[bool]:
+        """Nothing but the size of a batch can change; checking all else before each call takes 20% longer."""
+        return [guard.guard_type == "SHAPE_ENV" for guard in guards]
+
+    options: Any = {"cpp_wrapper": True, "guard_filter_fn": check_shapes_only}
+    compiled = torch.compile(graph, dynamic=True, fullgraph=True, options=options)
 
     def step(batch: Batch) -> Tensor:
         for tensor, name in zip(tensors, COEFFICIENTS, strict=True):
             tensor.fill_(getattr(state, name))
-        return graph(batch)
+        return compiled(batch)
 
     return step
 
@@ -611,41 +624,29 @@ def parse_kwargs(text: str) -> dict[str, Any]:
         return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
 
 
-class FlatEnv(gym.wrappers.FlattenObservation):
-    """One of N environments, with flat observations. If it fails, it says which one it is."""
+def make_flat_env(args: Args, index: int) -> gym.Env:
+    """Environment number `index` of N, with flat observations."""
+    if "AsyncVectorEnv" in multiprocessing.current_process().name:  # Ctrl-C is for the main process
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    env = make_env(args)
+    space = env.observation_space
+    size = gym.spaces.flatdim(space)
 
-    def __init__(self, args: Args, index: int):
-        super().__init__(make_env(args))
-        self.index, self.size = index, gym.spaces.flatdim(self.env.observation_space)
-        if "AsyncVectorEnv" in multiprocessing.current_process().name:  # Ctrl-C is for the main process
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    def flatten(obs: Any) -> Any:
+        flat = gym.spaces.flatten(space, obs)
+        if len(flat) != size:
+            numbers = f"an observation of {len(flat)} numbers; by its space, it has {size}"
+            raise ValueError(f"environment {index} returned {numbers}")
+        return flat
 
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Name the environment before an exception is shown."""
-        try:
-            yield
-        except Exception:
-            print(f"environment {self.index} failed:", file=sys.stderr)
-            raise
-
-    def reset(self, **kwargs: Any) -> tuple:
-        with self.named():
-            return super().reset(**kwargs)
-
-    def step(self, action: Any) -> tuple:
-        with self.named():
-            obs, *rest = super().step(action)
-            if len(obs) != self.size:
-                raise ValueError(f"an observation has {len(obs)} numbers; by its space, it has {self.size}")
-            return obs, *rest
+    return gym.wrappers.TransformObservation(env, flatten, gym.spaces.flatten_space(space))
 
 
-class StaggeredEnv(FlatEnv):
+class StaggeredEnv(gym.Wrapper):
     """With --stagger, one early episode is cut as by a time limit, after steps that depend on the index."""
 
     def __init__(self, args: Args, index: int):
-        super().__init__(args, index)
+        super().__init__(make_flat_env(args, index))
         limit = self.spec.max_episode_steps if self.spec else None
         self.steps_left = index * limit // args.num_envs if args.stagger and limit else 0  # 0: no cut
 
@@ -680,16 +681,17 @@ def make_envs(args: Args) -> VectorEnv:
         vectorize = AsyncVectorEnv if args.async_envs else SyncVectorEnv
         makers = [partial(StaggeredEnv, args, index) for index in range(args.num_envs)]
         envs = vectorize(makers, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
-    return gym.wrappers.vector.RecordEpisodeStatistics(envs, stats_key="episode_statistics")
+    return envs
 
 
-def check_finite(obs: np.ndarray, rewards: np.ndarray, t: int) -> None:
-    """Raise `ValueError` if observations [N, D] and the rewards [N] before them are not finite."""
-    if np.isfinite(obs).all() and np.isfinite(rewards).all():
-        return
-    n = int(np.flatnonzero(~(np.isfinite(obs).all(-1) & np.isfinite(rewards)))[0])
-    values = f"observation {obs[n]}, reward {rewards[n]}"
-    raise ValueError(f"environment {n} returned a value that is not finite, before step {t}: {values}")
+def check_finite(rollout: Rollout) -> None:
+    """Raise `ValueError` if an observation or a reward is not finite."""
+    finite: Any = np.isfinite(rollout.obs).all(-1)
+    for t, n in np.argwhere(~(finite[:-1] & finite[1:] & np.isfinite(rollout.rewards)))[:1]:
+        values = (
+            f"from observation {rollout.obs[t, n]} to {rollout.obs[t + 1, n]}, reward {rollout.rewards[t, n]}"
+        )
+        raise ValueError(f"environment {n} returned a value that is not finite in step {t}: {values}")
 
 
 def seed_everything(seed: int) -> int:
@@ -812,9 +814,8 @@ class Run:
             for process in getattr(self.envs.unwrapped, "processes", ()):  # they may be dead, or hang
                 process.kill()
             self.envs.unwrapped.closed = True
-            # At exit, which is after the traceback.
-            failed = f"failed after {self.state.global_step:,} steps; resume with: {self.resume}"
-            atexit.register(print, failed, file=sys.stderr)
+            # Python prints it below the traceback.
+            error.add_note(f"failed after {self.state.global_step:,} steps; resume with: {self.resume}")
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
         """Write an iteration's metrics to TensorBoard, print the progress, and save a checkpoint when due."""
@@ -1059,7 +1060,7 @@ def main() -> None:
     except (Refused, Diverged) as error:
         for process in multiprocessing.active_children():  # of environments
             process.kill()
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: {error}", *getattr(error, "__notes__", []), sep="\n", file=sys.stderr)
         sys.exit(2 if isinstance(error, Refused) else 1)
     if stop:
         sys.exit(128 + stop[0])

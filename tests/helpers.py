@@ -76,7 +76,7 @@ class Case:
         for t in range(args.num_steps):
             with torch.no_grad():
                 actions, policy = agent.act(rollout.obs[t], self.noise(args.num_envs, self.num_actions))
-            rollout.actions[t], rollout.log_policy[t] = actions.numpy(), policy.numpy()
+            rollout.actions[t], rollout.acting_policy = actions.numpy(), policy
         return rollout
 
     def begin(self, args, seed=10):

@@ -91,25 +91,19 @@ def test_further_wrappers(tmp_path):
 # Environments that fail
 
 
-def index_of(text):
-    """The index of the environment that failed, by its seed."""
-    return int(re.search(r"of seed (\d+) broke", text)[1]) - min(user_envs.LOG["seeds"])
-
-
 @each_script
 @pytest.mark.parametrize("fault", ["raise", "reset"])
 def test_an_exception_is_shown_as_it_is(script, fault, tmp_path):
-    """Before its traceback, the environment's index; after it, the command to resume; exit status 1."""
+    """After its traceback, the command to resume; exit status 1."""
     kwargs = f"fault='{fault}', at=300"
     flags = ["--env-kwargs", kwargs, "--checkpoint-seconds", 1e-9]
     result = call(script, tmp_path, "--env-id", script.env(), *SMALL, *flags)
     assert result.status == 1
-    named = result.err.index(f"environment {index_of(result.err)} failed")
     traceback = result.err.index("Traceback (most recent call last)")
     shown = re.search(r"^RuntimeError: the simulator of seed \d+ broke$", result.err, re.MULTILINE).start()
     resumed = result.err.index("--resume")
     assert "user_envs.py" in result.err, "the traceback must show where it was raised"
-    assert named < traceback < shown < resumed
+    assert traceback < shown < resumed
     path = checkpoint_in(tmp_path)
     assert 0 < steps_done(path) <= 300
     assert cli.printed_checkpoint(result.err, "--resume", tmp_path).samefile(path)
@@ -127,7 +121,7 @@ def test_a_worker_fails(fault, tmp_path):
     assert 0 < steps_done(checkpoint_in(tmp_path)) <= 4 * 100
     assert cli.printed_checkpoint(result.err, "--resume", tmp_path).samefile(checkpoint_in(tmp_path))
     if fault == "raise":
-        assert re.search(r"environment [0-3] failed", result.err)
+        assert re.search(r"Worker-[0-3]", result.err)
         assert "RuntimeError: the simulator of seed" in result.err
 
 

@@ -116,13 +116,13 @@ def test_script_has_every_kind_of_end():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_actions_come_from_the_policy_of_their_row(variant):
-    """The stored policy is that of the row's normalised observation, and its action is a sample of it."""
+    """An action is a sample of the policy for the row's normalised observation; the last policy is kept."""
     case = VARIANTS[variant][0]
     agent, copies, _ = collected(variant)
     errors = []
     for rollout in copies:
         expected = case.policy(agent, rollout.obs[:-1])
-        np.testing.assert_allclose(rollout.log_policy, expected, atol=1e-4)
+        np.testing.assert_allclose(rollout.acting_policy, expected[-1], atol=1e-4)
         actions = torch.from_numpy(rollout.actions)
         distribution = case.distribution(torch.from_numpy(expected))
         if case is DISCRETE:  # log π(a|s) is -H(π) on average
@@ -146,7 +146,7 @@ def independent(first, second):
 def test_actions_fit_the_policy_and_are_independent():
     """Where all states are the same: between time steps, environments, and rollouts."""
     _, copies, _ = collect(DISCRETE, 3, env_id="Still-v0", num_envs=8, num_steps=400)
-    policy = np.exp(copies[0].log_policy[0, 0])
+    policy = np.exp(copies[0].acting_policy[0].numpy())
     assert policy.min() > 0.05
     assert np.ptp(policy) > 0.1
     actions = np.stack([rollout.actions for rollout in copies])
@@ -160,7 +160,7 @@ def test_actions_fit_the_policy_and_are_independent():
 def test_noise_of_continuous_actions_is_independent():
     """The same, as correlations; between the numbers of an action, too."""
     _, copies, _ = collect(CONTINUOUS, 3, env_id="StillBox-v0", num_envs=8, num_steps=400)
-    mean, log_std = np.split(copies[0].log_policy[0, 0], 2)
+    mean, log_std = np.split(copies[0].acting_policy[0].numpy(), 2)
     noise = np.stack([(rollout.actions - mean) / np.exp(log_std) for rollout in copies])
     assert scipy.stats.kstest(noise.flatten(), scipy.stats.norm.cdf).pvalue > 1e-4
     for axis in range(noise.ndim):
