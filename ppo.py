@@ -998,7 +998,8 @@ def main() -> None:
     except (Refused, Diverged) as error:
         for process in multiprocessing.active_children():  # of environments
             process.kill()
-        print(f"{Path(sys.argv[0]).name}: {error}", *getattr(error, "__notes__", []), sep="\n", file=sys.stderr)
+        notes = getattr(error, "__notes__", [])
+        print(f"{Path(sys.argv[0]).name}: {error}", *notes, sep="\n", file=sys.stderr)
         sys.exit(2 if isinstance(error, Refused) else 1)
     if stop:
         sys.exit(128 + stop[0])
