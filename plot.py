@@ -3,18 +3,16 @@
     python plot.py runs/* --output curves.png
     python plot.py runs/* --compare
 
-Each environment has a panel, and each experiment (`--exp-name`) a line: the mean of its seeds, with their
-range as a band, up to the end of the shortest run. NaN and infinite values are left out.
+Each environment has a panel, each experiment a line: the mean of its seeds, with their range as a band.
 """
 
 import logging
 import re
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 import numpy as np
 import tyro
@@ -25,17 +23,10 @@ try:
     import pandas as pd
     from matplotlib.ticker import EngFormatter
 except ImportError as error:
-    print(f'plot.py needs {error.name}: pip install matplotlib "pandas<3"', file=sys.stderr)
-    sys.exit(2)
+    sys.exit(f'plot.py needs {error.name}: pip install matplotlib "pandas<3"')
 
 RUN = re.compile(r"(?P<env_id>.+?)__(?P<experiment>.+)__(?P<seed>-?\d+)__(?P<date>[\d-]+)")  # its folder
-COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"  # Okabe and Ito 2008
-LOOKS = plt.cycler(linestyle=["-", "--", ":", "-."]) * plt.cycler(color=COLORS)  # all colors, then dashed
-
-
-def refuse(reason: str) -> NoReturn:
-    print(f"plot.py: {reason}", file=sys.stderr)
-    sys.exit(2)
+plt.style.use(["seaborn-v0_8-whitegrid", "seaborn-v0_8-colorblind"])
 
 
 @dataclass
@@ -55,7 +46,8 @@ def read_curve(folder: Path, tag: str) -> pd.DataFrame:
     if folder.is_dir():
         events.Reload()
     scalars = events.Scalars(tag) if tag in events.Tags()["scalars"] else []
-    curve = pd.DataFrame(scalars, columns=["wall_time", "steps", "value"], dtype=float)
+    values = [(event.wall_time, event.step, event.value) for event in scalars]
+    curve = pd.DataFrame(values, columns=["wall_time", "steps", "value"], dtype=float)
     curve["seconds"] = curve.wall_time - (events.FirstEventTimestamp() if scalars else 0)
     for file in sorted(folder.glob("events.out.tfevents.[0-9]*"))[1:]:  # each --resume has its own file,
         start = int(file.name.split(".")[3])  # and its time in the name
@@ -69,17 +61,17 @@ def load_runs(paths: tuple[str, ...], tag: str) -> pd.DataFrame:
     folders: set[Path] = set()
     for path in [Path(path) for pattern in paths for path in glob(pattern) or [pattern]]:
         folders |= {file.parent for file in path.rglob("*tfevents*")} or {path}
-    with ProcessPoolExecutor() as pool:  # TensorBoard reads some 40,000 values per second
-        curves = pool.map(read_curve, sorted(folders), [tag] * len(folders))
     rows = []
-    for folder, curve in zip(sorted(folders), curves, strict=True):
+    for folder in sorted(folders):
+        curve = read_curve(folder, tag)
         if len(curve) and (name := RUN.fullmatch(folder.name)):
             rows.append({**name.groupdict(), "folder": folder, "curve": curve})
         else:
             reason = "its name is not env_id__exp_name__seed__date" if len(curve) else f"it has no {tag}"
             print(f"skipped {folder}: {reason}", file=sys.stderr)
     if not rows:
-        refuse("nothing to plot")
+        print("plot.py: nothing to plot", file=sys.stderr)
+        sys.exit(2)
     runs = pd.DataFrame(rows).sort_values("date")
     runs.loc[runs.date.str.isdigit(), "experiment"] += " (CleanRL)"  # its folders end in the Unix time
     older = runs.duplicated(["env_id", "experiment", "seed"], keep="last")
@@ -98,11 +90,10 @@ def smooth(curve: pd.DataFrame, x: str, window: float, points: np.ndarray) -> np
 def draw(runs: pd.DataFrame, args: Args) -> None:
     """A panel for each environment, with a line for each experiment."""
     panels = runs.groupby("env_id")
-    looks = dict(zip(sorted(set(runs.experiment)), LOOKS(), strict=False))
+    experiments = sorted(set(runs.experiment))
     columns = int(np.ceil(np.sqrt(len(panels))))
     rows = int(np.ceil(len(panels) / columns))
     figure = plt.figure(figsize=(5 * columns, 3.6 * rows), dpi=150, layout="constrained")
-    figure.suptitle("line: mean of the seeds, to the end of the shortest run; band: their range", size=8)
     for place, (env_id, panel) in enumerate(panels, 1):
         axes = figure.add_subplot(rows, columns, place)
         window = float(f"{args.smooth * max(curve[args.x].max() for curve in panel.curve):.1g}")  # round
@@ -111,19 +102,21 @@ def draw(runs: pd.DataFrame, args: Args) -> None:
             end = min(curve[args.x].max() for curve in group.curve)
             points = np.linspace(start, max(start, end), 500)
             lines = [smooth(curve, args.x, window, points) for curve in group.curve]
-            look = {**looks[experiment], "label": f"{experiment}, seeds: {len(group)}"}
-            axes.plot(points, np.mean(lines, 0), marker="" if start < end else "o", **look)
-            axes.fill_between(points, np.min(lines, 0), np.max(lines, 0), alpha=0.2, fc=look["color"])
+            color, label = f"C{experiments.index(experiment)}", f"{experiment}, seeds: {len(group)}"
+            axes.plot(points, np.mean(lines, 0), color, marker="" if start < end else "o", label=label)
+            axes.fill_between(points, np.min(lines, 0), np.max(lines, 0), alpha=0.2, fc=color)
         smoothing = f"\nmean of the last {window:,.10g} {args.x}" if window else ""
-        axes.grid(alpha=0.3)
         axes.set(title=env_id, xlabel=args.x, ylabel=args.tag + smoothing, xlim=(0, None))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k, 1M
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, fontsize="small", frameon=False)
-    if args.output or plt.get_backend().lower() == "agg":  # agg: there is no display
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, title="mean and range of seeds")
+    output = args.output or ("curves.png" if plt.get_backend().lower() == "agg" else None)
+    if output:  # or there is no display, hence agg
         try:
-            plt.savefig(args.output or "curves.png")
+            plt.savefig(output)
         except (OSError, ValueError) as error:  # no such folder, no such format
-            refuse(f"--output {args.output}: {error}")
+            print(f"plot.py: cannot save {output}: {error}", file=sys.stderr)
+            sys.exit(2)
+        print(f"saved {output}")
     else:
         plt.show()
 
@@ -136,10 +129,9 @@ def compare(runs: pd.DataFrame, args: Args) -> None:
         size, cut = len(last), len(last) // 4
         samples = np.vstack([last, random.choice(last, (10_000, size))])  # the runs, then resampled runs
         means = np.sort(samples)[:, cut : size - cut].mean(1)
-        low, high = np.percentile(means[1:], (2.5, 97.5))
-        interval = f"{low:.5g} to {high:.5g}" if size > 1 else "-"
+        ends = "{:.5g} to {:.5g}".format(*np.percentile(means[1:], (2.5, 97.5)))
         steps = f"{min(curve.steps.max() for curve in group.curve):,.0f}"
-        table.append((*names, steps, size, f"{means[0]:.5g}", interval))
+        table.append((*names, steps, size, f"{means[0]:.5g}", ends if size > 1 else "-"))
     columns = "environment", "experiment", "steps", "seeds", "interquartile mean", "95% interval"
     print(pd.DataFrame(table, columns=columns).to_string(index=False))
     print(f"{args.tag}: mean of the last 10% of each run's steps. Intervals of few seeds are too narrow.")
@@ -148,10 +140,10 @@ def compare(runs: pd.DataFrame, args: Args) -> None:
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     if not 0 <= args.smooth <= 1:
-        refuse(f"--smooth {args.smooth} is not between 0 and 1")
-    runs = load_runs(args.runs, args.tag)
+        print(f"plot.py: --smooth {args.smooth} is not between 0 and 1", file=sys.stderr)
+        sys.exit(2)
     present = compare if args.compare else draw
-    present(runs, args)
+    present(load_runs(args.runs, args.tag), args)
 
 
 if __name__ == "__main__":

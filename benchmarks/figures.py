@@ -1,4 +1,4 @@
-"""Draw the figures from the stored results, and two equations by calling `ppo.py` itself.
+"""Draw the figures from the stored results, and two equations.
 
     python benchmarks/figures.py
 
@@ -11,20 +11,19 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import torch
-from experiments import BEST, BREAKOUT, CLASSIC, EXPERIMENTS, HERE, MUJOCO, PONG, STUDIES, Study, Task
+from experiments import BREAKOUT, CLASSIC, EXPERIMENTS, HERE, MUJOCO, PONG, PUBLISHED, STUDIES, Study, Task
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from stored import curves, load
 
 sys.path.insert(0, str(HERE.parent))
-import ppo
+from ppo import compute_gae
 
 THEMES = {"light": ("#ffffff", "#1f2328", "#d1d9e0"), "dark": ("#0d1117", "#f0f6fc", "#3d444d")}
 COLORS = ("#0d87d6", "#e8730c", "#1a9e77", "#c060b8", "#9a8000")  # differ on both, also when colour-blind
@@ -111,7 +110,7 @@ def classic_figure(results: pd.DataFrame) -> Figure:
 def mujoco_figure(results: pd.DataFrame) -> Figure:
     """Continuous control, with the best published returns."""
     panels = [(env_id, "return", STEPS) for env_id, _ in MUJOCO]
-    levels = {env_id: best for env_id, (best, *_) in BEST.items()}
+    levels = {env_id: best for env_id, (best, *_) in PUBLISHED.items()}
     labels = {"mujoco": "ppo_continuous.py at its defaults, with sampled actions"}
     return learning_curves(of_tasks(results, MUJOCO), labels, panels, 4, levels=levels)
 
@@ -125,62 +124,42 @@ def atari_figure(results: pd.DataFrame) -> Figure:
     return learning_curves(results, labels, panels, 3)
 
 
-def clipped_objective(ratios: np.ndarray, advantage: float, epsilon: float) -> list[float]:
-    """-`ppo_loss` of one transition, for each ratio of new to old probability."""
-    args = ppo.Args(norm_adv=False, vf_coef=0.0, ent_coef=0.0)
-    state = ppo.State(learning_rate=0.0, clip_coef=epsilon, kl_coef=0.0, ent_coef=0.0)
-    zero, action, old = torch.zeros(1), torch.zeros(1, dtype=torch.int64), 0.4
-    old_policy = torch.tensor([[old, 1 - old]]).log()
-    batch = ppo.Batch(zero, action, old_policy, zero, torch.tensor([advantage]), zero)
-    objective = []
-    for ratio in ratios:
-        policy = torch.tensor([[ratio * old, 1 - ratio * old]]).log()
-        agent: Any = SimpleNamespace(log_policy=lambda _, policy=policy: policy, value=lambda _: zero)
-        loss, _ = ppo.ppo_loss(agent, batch, args, state)
-        objective.append(-loss.item())
-    return objective
-
-
 def objective_figure() -> Figure:
     """The clipped objective of one transition against its ratio, for both signs of the advantage."""
     figure = Figure(figsize=(8, 3.4), layout="constrained")
-    ratios, epsilon = np.linspace(0.01, 2, 400), 0.2
-    for axes, advantage in zip(figure.subplots(1, 2), (1.0, -1.0), strict=True):
-        axes.plot(ratios, advantage * ratios, color=COLORS[1], linestyle="--", label="$r A$, not clipped")
-        label = r"$L^{\mathrm{CLIP}}$, drawn by calling ppo_loss"
-        objective = clipped_objective(ratios, advantage, epsilon)
-        axes.plot(ratios, objective, color=COLORS[0], linewidth=2.5, label=label)
-        axes.plot([1], [advantage], "o", color=COLORS[0])
-        for edge in (1 - epsilon, 1 + epsilon):
-            axes.axvline(edge, color="gray", linewidth=0.8, linestyle=":")
-        axes.set_xticks([0, 1 - epsilon, 1, 1 + epsilon, 2], ["0", "1−ε", "1", "1+ε", "2"])
+    ratio = np.linspace(0, 2, 401)
+    for axes, advantage in zip(figure.subplots(1, 2), (1, -1), strict=True):
+        clipped = np.minimum(ratio * advantage, ratio.clip(0.8, 1.2) * advantage)
+        axes.plot(ratio, ratio * advantage, color=COLORS[1], linestyle="--", label="$r A$, not clipped")
+        axes.plot(ratio, clipped, color=COLORS[0], linewidth=2.5, label=r"$L^{\mathrm{CLIP}}$")
+        axes.plot(1, advantage, "o", color=COLORS[0])
+        axes.set_xticks([0, 0.8, 1, 1.2, 2], ["0", "1−ε", "1", "1+ε", "2"])
         axes.set_xlabel(r"ratio $r = \pi(a|s)\,/\,\pi_{\mathrm{old}}(a|s)$")
         axes.set_ylabel("objective of one transition")
         better = "more" if advantage > 0 else "less"
-        axes.set_title(f"$A = {advantage:+.0f}$: the action should be {better} likely", fontsize="medium")
+        axes.set_title(f"$A = {advantage:+}$: the action should be {better} likely", fontsize="medium")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
 
 def gae_figure() -> Figure:
     """The rewards and values of an episode, and its advantages by `compute_gae` for three λ."""
-    steps = 12
-    rewards = torch.zeros(steps, 1)
-    rewards[4], rewards[9] = -0.5, 1.0
-    values = torch.tensor([0.2, 0.25, 0.2, 0.3, 0.1, 0.3, 0.4, 0.35, 0.6, 0.8, 0.1, 0.05, 0.0]).unsqueeze(1)
-    terminated, truncated = torch.zeros(2, steps, 1, dtype=torch.bool)
-    terminated[-1] = True
+    rewards = torch.tensor([0.0, 0, 0, 0, -0.5, 0, 0, 0, 0, 1, 0, 0])
+    values = torch.tensor([0.2, 0.25, 0.2, 0.3, 0.1, 0.3, 0.4, 0.35, 0.6, 0.8, 0.1, 0.05, 0.0])
+    truncated = torch.zeros(12, dtype=torch.bool)
+    terminated = torch.arange(12) == 11
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True)
-    top.bar(range(steps), rewards.squeeze(1), width=0.4, color=COLORS[1], label="reward $r_t$")
-    top.plot(range(steps), values[:-1].squeeze(1), "o-", color=COLORS[2], label="the critic's value $V(s_t)$")
+    top.bar(range(12), rewards.numpy(), width=0.4, color=COLORS[1], label="reward $r_t$")
+    top.plot(values[:-1], "o-", color=COLORS[2], label="the critic's value $V(s_t)$")
     top.set_ylabel("reward, value")
-    notes = {0.0: r"one step, $\delta_t$", 0.95: "in between", 1.0: "the whole episode"}
-    for index, (gae_lambda, note) in enumerate(notes.items()):
-        advantages, _ = ppo.compute_gae(rewards, values, terminated, truncated, 0.99, gae_lambda)
-        line = {"color": COLORS[(0, 3, 1)[index]], "linestyle": STYLES[index], "marker": "o"}
-        label = rf"$\lambda = {gae_lambda:g}$: {note}"
-        bottom.plot(range(steps), advantages.squeeze(1), label=label, **line)
+    for gae_lambda, color, style, note in (
+        (0.0, COLORS[0], "o-", r"one step, $\delta_t$"),
+        (0.95, COLORS[3], "o--", "in between"),
+        (1.0, COLORS[1], "o-.", "the whole episode"),
+    ):
+        advantages, _ = compute_gae(rewards, values, terminated, truncated, 0.99, gae_lambda)
+        bottom.plot(advantages, style, color=color, label=rf"$\lambda = {gae_lambda:g}$: {note}")
     bottom.axhline(0, color="gray", linewidth=0.8)
     bottom.set_ylabel(r"advantage $A_t$ ($\gamma = 0.99$)")
     bottom.set_xlabel("step $t$ of an episode that ends after step 11")
@@ -189,18 +168,23 @@ def gae_figure() -> Figure:
     return figure
 
 
+def style(theme: str) -> Any:
+    """Matplotlib's settings for a light or a dark page."""
+    background, text, lines = THEMES[theme]
+    return {
+        "figure.facecolor": background, "axes.facecolor": background, "savefig.facecolor": background,
+        "text.color": text, "axes.labelcolor": text, "xtick.color": text, "ytick.color": text,
+        "axes.edgecolor": lines, "grid.color": lines, "axes.grid": True, "grid.linewidth": 0.5,
+        "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False, "font.size": 9,
+    }  # fmt: skip
+
+
 def draw(folder: Path) -> None:
     """Draw all figures into the folder."""
     folder.mkdir(exist_ok=True)
     results = load()
-    for theme, (background, text, lines) in THEMES.items():
-        style = {
-            "figure.facecolor": background, "axes.facecolor": background, "savefig.facecolor": background,
-            "text.color": text, "axes.labelcolor": text, "xtick.color": text, "ytick.color": text,
-            "axes.edgecolor": lines, "grid.color": lines, "axes.grid": True, "grid.linewidth": 0.5,
-            "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False, "font.size": 9,
-        }  # fmt: skip
-        with mpl.rc_context(style):
+    for theme in THEMES:
+        with mpl.rc_context(style(theme)):
             made = {name: study_figure(results, study) for name, study in STUDIES.items()}
             made |= {"classic": classic_figure(results), "mujoco": mujoco_figure(results)}
             made |= {"atari": atari_figure(results)}

@@ -26,20 +26,8 @@ from rliable.metrics import aggregate_iqm, aggregate_mean, probability_of_improv
 from stored import curves, load, select
 
 ROOT = experiments.HERE.parent
-PUBLISHED = {  # Stable-Baselines3's RL Zoo, benchmark.md, with settings tuned for each environment
-    "CartPole-v1": "500.0 ± 0.0 at 100k",
-    "Acrobot-v1": "-73.5 ± 18.2 at 1M",
-    "MountainCar-v0": "-110.4 ± 19.5 at 1M",
-    "LunarLander-v3": "242.1 ± 31.8 at 1M, v2",
-}
-VARIANTS = {  # in throughput.json
-    "ours": "eager",
-    "compiled": "`--compile`",
-    "workers": "`--compile --async-envs`",
-    "bfloat16": "`--bfloat16`",
-    "both": "`--bfloat16 --compile`",
-    "sb3": "Stable-Baselines3",
-}
+VARIANTS = {who: f"`{flags}`" for who, flags in experiments.VARIANTS.items()}
+VARIANTS |= {"ours": "eager", "sb3": "Stable-Baselines3"}
 Row = dict[str, str]  # the cells of a table, by the column's title
 
 
@@ -97,10 +85,8 @@ def returns(found: pd.DataFrame) -> Row:
 
 def published(env_id: str) -> str:
     """The best return published for PPO, as far as we know."""
-    if env_id in experiments.BEST:
-        mean, std, source = experiments.BEST[env_id]
-        return f"{mean:.1f}{'' if std is None else f' ± {std:.1f}'} ({source})"
-    return (PUBLISHED | experiments.BEST_ATARI)[env_id]
+    mean, std, source = experiments.PUBLISHED[env_id]
+    return f"{mean:.1f} {'' if std is None else f'± {std:.1f} '}{source}"
 
 
 def classic_table(results: pd.DataFrame) -> Iterator[Row]:
@@ -122,7 +108,7 @@ def classic_table(results: pd.DataFrame) -> Iterator[Row]:
 
 def over_published(returns: np.ndarray, env_id: str) -> np.ndarray:
     """Returns over the best published one, inverted if they are costs: above 1 is better."""
-    best = experiments.BEST[env_id][0]
+    best = experiments.PUBLISHED[env_id][0]
     return returns / best if best > 0 else best / returns
 
 

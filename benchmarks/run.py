@@ -3,8 +3,6 @@
     python benchmarks/run.py --dry-run           # what is stored, and what is missing
     python benchmarks/run.py                     # do the missing runs, one process per core
     python benchmarks/run.py --only 'ppo/CartPole*/[123]'
-    python benchmarks/run.py --print             # the missing runs as independent command lines
-    python benchmarks/run.py --check             # do the scripts still train as when the results were made?
 
 It can be stopped or killed at any time. Started again, it does what is still missing. A run that another
 process is doing is waited for.
@@ -12,33 +10,30 @@ process is doing is waited for.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fnmatch
 import importlib
-import io
 import json
 import os
 import platform
 import re
-import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import tyro
-from experiments import HERE, RESULTS, Run, runs
+from experiments import HERE, Run, runs
 from filelock import FileLock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-ROOT, WORK = HERE.parent, HERE / "unfinished"
+ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))  # where the scripts are
 POINTS = 50  # of a stored learning curve
 TAGS = {  # of a learning curve, by name in TensorBoard
@@ -64,6 +59,19 @@ def git(*command: str) -> str:
     return done.stdout.strip()
 
 
+def refuse(reason: str) -> NoReturn:
+    """End with one line, and status 2."""
+    print(f"{Path(sys.argv[0]).name}: {reason}", file=sys.stderr)
+    sys.exit(2)
+
+
+def refuse_uncommitted() -> None:
+    """A result names its commit, so the code must be committed."""
+    changed = git("status", "--porcelain", "--", "ppo*.py", "benchmarks/*.py")
+    if changed:
+        refuse(f"a result names its commit, so commit first: {' '.join(changed.split())}")
+
+
 def provenance() -> dict[str, Any]:
     """What a result was made with: commit, versions and machine."""
     cpu = platform.processor()
@@ -85,22 +93,14 @@ def thin(steps: np.ndarray, values: np.ndarray, total: int) -> list[float | None
     return [None if mean is None else float(f"{mean:.6g}") for mean in means]
 
 
-def train(run: Run) -> tuple[Any, list[float], EventAccumulator]:
-    """Train with a script of ours in a temporary folder: settings, greedy returns, TensorBoard's log."""
-    script = importlib.import_module(run.experiment.script.removesuffix(".py"))
-    args = tyro.cli(script.Args, args=run.flags)
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        results = script.train(args)
-        log = EventAccumulator(str(Path(results["checkpoint"]).parent), {"scalars": 0}).Reload()
-        os.chdir(ROOT)
-    return args, results["greedy_returns"].tolist(), log
-
-
 def run_ours(run: Run) -> dict[str, Any]:
     """Train with one of our scripts: settings, returns and learning curve."""
     start = time.time()
-    args, greedy, log = train(run)
+    script = importlib.import_module(run.experiment.script.removesuffix(".py"))
+    args = tyro.cli(script.Args, args=run.flags)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        results = script.train(args)
+        log = EventAccumulator(str(Path(results["checkpoint"]).parent), {"scalars": 0}).Reload()
     curve = {}
     for tag, name in TAGS.items():
         logged = log.Scalars(tag)
@@ -108,10 +108,11 @@ def run_ours(run: Run) -> dict[str, Any]:
     logged = log.Scalars("losses/kl")  # in every iteration
     seconds = np.array([x.wall_time for x in logged]) - start
     curve["seconds"] = thin(np.array([x.step for x in logged]), seconds, run.steps)
+    training = log.Scalars("charts/episodic_return_100")[-1].value
     return {
         "args": asdict(args),
         "seconds": round(float(seconds[-1]), 2),
-        "final": {"training": log.Scalars("charts/episodic_return_100")[-1].value, "greedy": greedy},
+        "final": {"training": training, "greedy": results["greedy_returns"].tolist()},
         "curve": curve,
     }
 
@@ -157,7 +158,7 @@ def train_sb3(env_id: str, steps: int, seed: int, settings: dict[str, Any]) -> t
             return model.num_timesteps < steps or scheduled == steps
 
         def _on_rollout_end(self) -> None:
-            returns = [episode["r"] for episode in model.ep_info_buffer]  # of the last 100 episodes
+            returns = [episode["r"] for episode in model.ep_info_buffer or ()]  # of the last 100 episodes
             logged.append((model.num_timesteps, np.mean(returns or np.nan), time.time()))
 
     model.learn(scheduled, callback=Log())
@@ -178,7 +179,7 @@ def run_sb3(run: Run) -> dict[str, Any]:
     if settings.get("normalize"):
         evaluation = VecNormalize(evaluation, training=False, norm_reward=False)
         evaluation.obs_rms = model.get_vec_normalize_env().obs_rms
-    greedy, _ = evaluate_policy(model, evaluation, 10, return_episode_rewards=True)
+    greedy: Any = evaluate_policy(model, evaluation, 10, return_episode_rewards=True)[0]
     steps, returns, seconds = logged[:, 0], logged[:, 1], logged[:, 2] - start
     ended = ~np.isnan(returns)
     return {
@@ -194,18 +195,26 @@ def run_sb3(run: Run) -> dict[str, Any]:
 
 def run_one(run: Run) -> None:
     """Do one run and store its result, unless it is stored."""
-    lock = WORK / run.name / "lock"
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(lock):  # another process may be doing it
+    with FileLock(log_of(run).with_name("lock")):  # another process may be doing it
         if not run.path.exists():
             about = {"run": run.name, **provenance()}
             result = run_sb3(run) if run.experiment.script == "sb3" else run_ours(run)
             write(run.path, about | result)
 
 
-def command(run: Run) -> list[str]:
-    """The command line of one run."""
-    return [sys.executable, str(HERE / "run.py"), "--one", run.name]
+def log_of(run: Run) -> Path:
+    """The file with what a run prints. Its folder is made."""
+    folder = HERE / "unfinished" / run.name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / "log.txt"
+
+
+def start(run: Run) -> subprocess.Popen:
+    """Start one run in a process of its own, with one thread."""
+    command = [sys.executable, __file__, "--one", run.name]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    with open(log_of(run), "a") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env=one_thread)
 
 
 def work_through(todo: list[Run], jobs: int) -> int:
@@ -218,20 +227,14 @@ def work_through(todo: list[Run], jobs: int) -> int:
         while waiting or running:
             while waiting and len(running) < jobs:
                 run = waiting.pop(0)
-                log = WORK / run.name / "log.txt"
-                log.parent.mkdir(parents=True, exist_ok=True)
-                with open(log, "a") as file:
-                    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-                    running[subprocess.Popen(command(run), stdout=file, stderr=file, env=one_thread)] = run
+                running[start(run)] = run
             time.sleep(0.2)
             for process in [process for process in running if process.poll() is not None]:
                 run = running.pop(process)
                 failed += process.returncode != 0
-                outcome = f"failed, see {WORK / run.name / 'log.txt'}" if process.returncode else "done"
-                print(
-                    f"{len(todo) - len(waiting) - len(running)}/{len(todo)}  {run.name}  {outcome}",
-                    flush=True,
-                )
+                outcome = f"failed, see {log_of(run)}" if process.returncode else "done"
+                done = len(todo) - len(waiting) - len(running)
+                print(f"{done}/{len(todo)}  {run.name}  {outcome}", flush=True)
     finally:
         for process in running:
             process.terminate()
@@ -240,85 +243,41 @@ def work_through(todo: list[Run], jobs: int) -> int:
     return failed
 
 
-def short_run(run: Run) -> dict[str, list[float]]:
-    """All that a short run logs but its speed, and its evaluation."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        _, greedy, log = train(run)
-    tags = [tag for tag in sorted(log.Tags()["scalars"]) if tag != "charts/SPS"]
-    return {tag: [event.value for event in log.Scalars(tag)] for tag in tags} | {"greedy": greedy}
-
-
-def check(selected: list[Run], committed: bool) -> bool:
-    """Repeat a short run of each experiment of ours, and compare it with the stored one, bit for bit.
-
-    If none is stored and the code is committed, it is stored. A short run speaks for results of its commit
-    and of later ones. Returns whether any differs.
-    """
-    path, differ = RESULTS / "short-runs.json", False
-    stored = json.loads(path.read_text()) if path.exists() else {}
-    for name in dict.fromkeys(run.experiment.name for run in selected if run.experiment.script != "sb3"):
-        group = [run for run in runs() if run.experiment.name == name]
-        now = short_run(replace(group[0], steps=8_000, seed=1))
-        if name not in stored and not committed:
-            print(f"{name}: not stored, commit the code first", flush=True)
-            continue
-        if name not in stored:
-            stored[name] = provenance() | {"logged": now}
-            write(path, stored)
-        then = stored[name]
-        commits = [json.loads(run.path.read_text())["commit"] for run in group if run.path.exists()]
-        since = git("rev-list", f"{then['commit']}~1..HEAD").split()
-        covered = sum(commit in since for commit in commits)
-        same = json.dumps(then["logged"]) == json.dumps(now)  # as text, because NaN is not equal to itself
-        differ = differ or not same
-        print(f"{name}: {'as at' if same else 'DIFFERS from'} commit {then['commit'][:7]}, ", end="")
-        print(f"which speaks for {covered} of {len(commits)} stored results", flush=True)
-    return differ
+@dataclass
+class Args:  # the comments are the texts of --help
+    only: str = ""  # runs whose name begins with this, or matches it with * and ?
+    jobs: int = os.cpu_count() or 1  # processes at a time
+    dry_run: bool = False  # list what is stored and what is missing
+    one: str | None = None  # do the run with this name, in this process
 
 
 def main() -> None:
-    """The command line. Exit status: 0 done, 1 runs failed or differ, 2 refused, 130 stopped."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument(
-        "--only", default="", help="runs whose name begins with this, or is this with * and ?"
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count(), help="processes at a time; default: cores"
-    )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--dry-run", action="store_true", help="list what is stored and what is missing")
-    what.add_argument("--print", action="store_true", help="print missing runs as independent command lines")
-    what.add_argument("--check", action="store_true", help="repeat short runs and compare them, bit for bit")
-    what.add_argument("--one", metavar="RUN", help="do this run, in this process")
-    options = parser.parse_args()
-    only = options.one or options.only
-    selected = [run for run in runs() if run.name.startswith(only) or fnmatch.fnmatch(run.name, only)]
-    if options.one:
-        selected = [run for run in selected if run.name == only]
+    """The command line. Exit status: 0 done, 1 runs failed, 2 refused, 130 stopped."""
+    args = tyro.cli(Args, description=__doc__)
+    if args.one:
+        selected = [run for run in runs() if run.name == args.one]
+    else:
+        selected = [x for x in runs() if x.name.startswith(args.only) or fnmatch.fnmatch(x.name, args.only)]
     if not selected:
-        parser.error(f"no run has this name; --dry-run lists all {len(runs())}")
+        refuse(f"no run has this name; --dry-run lists all {len(runs())}")
+    if args.jobs < 1:
+        refuse("--jobs must be at least 1")
     todo = [run for run in selected if not run.path.exists()]
-    changed = git("status", "--porcelain", "--", "ppo*.py", "benchmarks/*.py")
-    if options.print:
-        for run in todo:
-            print(shlex.join(command(run)))
-    elif options.dry_run:
+    if args.dry_run:
         for run in selected:
             print("missing" if run in todo else "stored ", run.name)
         print(f"{len(selected) - len(todo)} of {len(selected)} stored")
-    elif options.check:
-        sys.exit(check(selected, committed=not changed))
-    elif changed:
-        parser.error(f"a result names its commit, so commit first: {' '.join(changed.split())}")
-    elif options.one:
+        return
+    refuse_uncommitted()
+    if args.one:
         run_one(selected[0])
-    else:
-        try:
-            failed = work_through(todo, options.jobs)
-        except KeyboardInterrupt:
-            sys.exit(130)
-        print(f"{len(selected) - failed} of {len(selected)} stored{f', {failed} failed' if failed else ''}")
-        sys.exit(bool(failed))
+        return
+    try:
+        failed = work_through(todo, args.jobs)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    print(f"{len(selected) - failed} of {len(selected)} stored{f', {failed} failed' if failed else ''}")
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ little, and the ratio of neighbouring runs says more.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import resource
@@ -21,23 +20,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tyro
-from experiments import RESULTS
-from run import ROOT, git, provenance, train_sb3, write
+from experiments import RESULTS, VARIANTS
+from run import ROOT, provenance, refuse, refuse_uncommitted, train_sb3, write
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-VARIANTS = {
-    "ours": "",
-    "compiled": "--compile",
-    "workers": "--compile --async-envs",
-    "bfloat16": "--bfloat16",
-    "both": "--bfloat16 --compile",
-}
 
 
 @dataclass(frozen=True)
@@ -61,14 +53,13 @@ SMALL, WORKERS, ATARI = ("ours", "compiled"), ("ours", "compiled", "workers"), (
 CASES = {
     "CartPole-v1": Case("ppo", SIZES, 128, 4, 4, 2.5e-4, CARTPOLE, SMALL),
     "HalfCheetah-v5": Case("ppo_continuous", (8,), 256, 32, 10, 3e-4, MUJOCO, WORKERS),
-    "Humanoid-v5": Case("ppo_continuous", (8,), 256, 32, 10, 3e-4, MUJOCO, WORKERS),
     "BreakoutNoFrameskip-v4": Case("ppo_atari", (8,), 128, 4, 4, 2.5e-4, "", ATARI, 6_000),
 }
 
 
-def run_ours(case: Case, env_id: str, num_envs: int, timesteps: int, flags: str) -> dict[str, Any]:
+def run_ours(flags: str, case: Case, env_id: str, num_envs: int, timesteps: int) -> dict[str, Any]:
     """Train with our script in the current folder: speed, shares of the time, and seconds of compiling."""
-    script = importlib.import_module(case.script)
+    script: Any = importlib.import_module(case.script)
     calls: dict[str, list[tuple[float, float]]] = {}  # by name, when each call ended and how long it took
 
     def timed(name: str, function: Callable) -> Callable:
@@ -87,30 +78,32 @@ def run_ours(case: Case, env_id: str, num_envs: int, timesteps: int, flags: str)
             envs.step = timed("environment", envs.step)
         collect(envs, *args)
 
-    collect, script.collect_rollout = script.collect_rollout, timed("collect", collect_rollout)
-    for name in {"make_batch", "update"} & set(dir(script)):
+    collect = script.collect_rollout
+    script.collect_rollout = collect_rollout
+    for name in ("collect_rollout", "make_batch", "update"):
         setattr(script, name, timed(name, getattr(script, name)))
     command = (
         f"--env-id {env_id} --num-envs {num_envs} --total-timesteps {timesteps} --num-steps {case.num_steps} "
         f"--num-minibatches {case.num_minibatches} --update-epochs {case.update_epochs} --norm-adv "
-        f"--learning-rate {case.learning_rate} --gae-lambda 0.95 --eval-episodes 1 {case.flags} {flags}"
+        f"--learning-rate {case.learning_rate} --gae-lambda 0.95 --eval-episodes 1 --eval-max-steps 1 "
+        f"{case.flags} {flags}"
     )
-    if hasattr(script.Args, "eval_max_steps"):
-        command += " --eval-max-steps 1"
     script.train(tyro.cli(script.Args, args=command.split()))
     log = EventAccumulator(str(next(Path("runs").iterdir())), {"scalars": 0}).Reload()
     events = log.Scalars("losses/kl")  # one per iteration
     first, last = events[0], events[-1]
     total = last.wall_time - first.wall_time
-    spent = {name: sum(x for end, x in ended if end > first.wall_time) for name, ended in calls.items()}
-    seconds = {
+    spent = {
+        name: sum(seconds for end, seconds in made if end > first.wall_time) / total
+        for name, made in calls.items()
+    }
+    shares = {
         "environment": spent["environment"],
-        "acting": spent["collect"] - spent["environment"],
-        "advantages": spent.get("make_batch", 0.0),
+        "acting": spent["collect_rollout"] - spent["environment"],
+        "advantages": spent["make_batch"],
         "update": spent["update"],
     }
-    seconds["other"] = total - sum(seconds.values())
-    shares = {part: x / total for part, x in seconds.items()}
+    shares["other"] = 1 - sum(shares.values())
     result = {"sps": (last.step - first.step) / total, "shares": shares}
     if "--compile" in flags:
         result["compiling"] = first.wall_time - log.FirstEventTimestamp() - total / (len(events) - 1)
@@ -151,10 +144,9 @@ def measure(who: str, scripts: Path, env_id: str, num_envs: int, timesteps: int)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def spread(values: Any) -> list[float]:
+def spread(values: Iterable[float]) -> list[float]:
     """Lowest, median and highest."""
-    ordered = sorted(values)
-    return [round(x, 3) for x in (ordered[0], statistics.median(ordered), ordered[-1])]
+    return np.quantile(list(values), (0, 0.5, 1)).round(3).tolist()
 
 
 def summarize(runs: list[dict[str, Any]], peers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -169,71 +161,68 @@ def summarize(runs: list[dict[str, Any]], peers: list[dict[str, Any]]) -> dict[s
     return row
 
 
-def show(name: str, row: dict[str, Any]) -> None:
-    """Print a contestant's numbers."""
-    low, median, high = row["sps"]
-    print(f"  {name:<50}{median:>8,.0f} ({low:,.0f} to {high:,.0f}), {row['mib']:,} MiB", flush=True)
-    if "shares" in row:
-        shares = ", ".join(f"{part} {share:.0%}" for part, share in row["shares"].items())
-        ratio = "{1:.2f} ({0:.2f} to {2:.2f})".format(*row["ratio"])
-        compiling = f"; compiling {row['compiling'][1]:.0f} s" if "compiling" in row else ""
-        print(f"    ratio {ratio}; {shares}{compiling}", flush=True)
-
-
 def compare(env_id: str, num_envs: int, steps: int, rounds: int, folders: list[Path]) -> dict[str, Any]:
-    """Measure all contestants in alternation, and print what came out. Returns the results, to be stored."""
-    print(f"{env_id}, {num_envs:,} environments, {steps:,} steps, {rounds} rounds", flush=True)
-    case, peer = CASES[env_id], ("sb3", ROOT)
-    contestants = [*((variant, folder) for variant in case.variants for folder in folders), peer]
+    """Measure in alternation, and print a table per folder. Returns the results of the last folder."""
+    from report import markdown, speed_table  # not in the processes that are measured: it needs memory
+
+    print(f"\n{env_id}, {num_envs:,} environments, {steps:,} steps, {rounds} rounds", flush=True)
+    variants, peer = CASES[env_id].variants, ("sb3", ROOT)
+    contestants = [*((variant, folder) for variant in variants for folder in folders), peer]
     runs: dict[Any, list[dict[str, Any]]] = {contestant: [] for contestant in contestants}
     for _ in range(rounds):
         for who, folder in contestants:
             runs[who, folder].append(measure(who, folder, env_id, num_envs, steps))
-    about = {"env_id": env_id, "num_envs": num_envs, "timesteps": steps, "rounds": rounds}
-    stored: dict[str, Any] = about | provenance()
-    for who, folder in contestants:
-        row = summarize(runs[who, folder], runs[peer])
-        name = f"{folder.name}/{case.script}.py {VARIANTS.get(who)}"
-        show("Stable-Baselines3" if who == "sb3" else name, row)
-        stored[who] = row
-    return stored
+    about = {"env_id": env_id, "num_envs": num_envs, "timesteps": steps, "rounds": rounds, **provenance()}
+    for folder in folders:
+        row = about | {who: summarize(runs[who, folder], runs[peer]) for who in variants}
+        row["sb3"] = summarize(runs[peer], runs[peer])
+        print(f"\n{folder}\n{markdown(speed_table([row]))}", flush=True)
+    return row
+
+
+def store(row: dict[str, Any]) -> None:
+    """Add a result to the stored ones, in the place of that of the same task."""
+    path = RESULTS / "throughput.json"
+    rows = json.loads(path.read_text()) if path.exists() else []
+    tasks = {(old["env_id"], old["num_envs"]): old for old in [*rows, row]}
+    write(path, [tasks[task] for task in sorted(tasks)])
+
+
+@dataclass
+class Args:  # the comments are the texts of --help
+    env_id: str | None = None  # only this environment
+    num_envs: int | None = None  # only with so many environments
+    rounds: int = 3  # runs of each, in alternation
+    timesteps: int | None = None  # transitions per run; default: some seconds' worth
+    script_dir: Path | None = None  # also run the scripts in this folder
+    store: bool = False  # store the results for the tables
+    one: str | None = None  # run this variant, in this process
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--env-id", choices=CASES, help="only this one")
-    parser.add_argument("--num-envs", type=int, help="only with so many environments")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each, in alternation")
-    parser.add_argument("--timesteps", type=int, help="transitions per run; default: some seconds' worth")
-    parser.add_argument("--script-dir", type=Path, help="also run the scripts in this folder")
-    parser.add_argument("--store", action="store_true", help="store the results for the tables")
-    parser.add_argument("--one", choices=(*VARIANTS, "sb3"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.one:
-        sys.path.insert(0, str(options.script_dir))
-        one = CASES[options.env_id], options.env_id, options.num_envs, options.timesteps
-        result = run_sb3(*one) if options.one == "sb3" else run_ours(*one, VARIANTS[options.one])
+    args = tyro.cli(Args, description=__doc__)
+    if args.env_id not in (None, *CASES):
+        refuse(f"--env-id must be one of {', '.join(CASES)}")
+    if args.one:
+        sys.path.insert(0, str(args.script_dir))
+        one: Any = (CASES[str(args.env_id)], args.env_id, args.num_envs, args.timesteps)
+        result = run_sb3(*one) if args.one == "sb3" else run_ours(VARIANTS[args.one], *one)
         result["mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(f"\n{json.dumps(result)}")
         return
-    folders = [ROOT]
-    if options.script_dir:
-        folders.append(options.script_dir.resolve())
-    uncommitted = git("status", "--porcelain", "--", "ppo*.py", "benchmarks/*.py")
-    if options.store and (options.script_dir or uncommitted):
-        parser.error("what is stored names its commit: commit first, and leave out --script-dir")
-    print("steps per second: median and range; memory; ratio to Stable-Baselines3; shares of the time")
-    for env_id in [options.env_id] if options.env_id else CASES:
+    folders = [ROOT, args.script_dir.resolve()] if args.script_dir else [ROOT]
+    if args.store and args.script_dir:
+        refuse("what is stored is of this repository: leave out --script-dir")
+    if args.store:
+        refuse_uncommitted()
+    for env_id in [args.env_id] if args.env_id else CASES:
         case = CASES[env_id]
-        for num_envs in [options.num_envs] if options.num_envs else case.sizes:
-            steps = options.timesteps or max(case.timesteps, 6 * case.num_steps * num_envs)
-            row = compare(env_id, num_envs, steps, options.rounds, folders)
-            if options.store:
-                path = RESULTS / "throughput.json"
-                rows = json.loads(path.read_text()) if path.exists() else []
-                rows = [old for old in rows if (old["env_id"], old["num_envs"]) != (env_id, num_envs)]
-                write(path, sorted([*rows, row], key=lambda row: (row["env_id"], row["num_envs"])))
+        for num_envs in [args.num_envs] if args.num_envs else case.sizes:
+            steps = args.timesteps or max(case.timesteps, 6 * case.num_steps * num_envs)
+            row = compare(env_id, num_envs, steps, args.rounds, folders)
+            if args.store:
+                store(row)
 
 
 if __name__ == "__main__":

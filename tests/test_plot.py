@@ -60,9 +60,10 @@ def test_lines_of_ours_and_of_cleanrl(runs, monkeypatch):
 
 
 @pytest.mark.parametrize("x", ["steps", "seconds"])
-def test_figure_is_saved(runs, monkeypatch, x):
+def test_figure_is_saved(runs, monkeypatch, capsys, x):
     run(monkeypatch, "runs", "--x", x, "--smooth", 0)
     run(monkeypatch, "runs", "--x", x, "--output", "other.pdf")
+    assert capsys.readouterr().out == "saved curves.png\nsaved other.pdf\n"
     assert Path("curves.png").read_bytes()[:4] == b"\x89PNG"
     assert Path("other.pdf").exists()
 
@@ -92,6 +93,23 @@ def test_nothing_to_plot(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == "plot.py: nothing to plot"
 
 
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (("--output", "curves.xyz"), "plot.py: cannot save curves.xyz: Format 'xyz' is not supported"),
+        (("--output", "missing/curves.png"), "plot.py: cannot save missing/curves.png: "),
+        (("--smooth", "1.5"), "plot.py: --smooth 1.5 is not between 0 and 1"),
+        (("--smooth", "-0.1"), "plot.py: --smooth -0.1 is not between 0 and 1"),
+        (("--smooth", "nan"), "plot.py: --smooth nan is not between 0 and 1"),
+    ],
+)
+def test_bad_flags_are_refused_in_one_line(runs, monkeypatch, capsys, flags, line):
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, "runs", *flags)
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert printed.startswith(line)
+
+
 def test_resumed_run_has_no_step_twice_and_no_pause(tmp_path):
     start = time.time() - 10_000
     write(tmp_path, [(step, 1.0) for step in range(1, 7)], start=start)
@@ -116,5 +134,5 @@ def test_missing_extra_is_one_line():
     code = "import sys; sys.modules['pandas'] = None; import plot"
     folder = Path(plot.__file__).parent
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert done.stderr == 'plot.py needs pandas: pip install matplotlib "pandas<3"\n'

@@ -110,6 +110,7 @@ def test_each_program_runs(program, user, monkeypatch):
         pytest.importorskip("onnxscript")
     checkpoint, name = checkpoint_in(user), re.match(r"# (\w+\.py)|", program)[1]
     arguments = {"my_ppo.py": shortened(ppo), "export.py": [str(checkpoint)]}
+    arguments["my_corridor.py"] = ["--env-id", "Corridor", *shortened(ppo)]
     program = re.sub(r"total_timesteps=[\d_]+", "total_timesteps=1000", program)
     (user / "program.py").write_text(program.replace("n_trials=10", "n_trials=2"), encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["program.py", *arguments.get(name, [])])
@@ -135,7 +136,7 @@ def check_exported(folder: Path, checkpoint: Path) -> None:
 def test_each_command_runs(line, user):
     """Each command of a script, with short trainings and evaluations of a checkpoint that is there."""
     line = line.replace("runs/.../checkpoint.pt", str(checkpoint_in(user)))
-    name, *args = shlex.split(line)[1:]
+    name, *args = shlex.split(line, comments=True)[1:]
     if name == "plot.py":
         call(name, user, *args)
     else:
@@ -150,6 +151,7 @@ def test_each_command_runs(line, user):
 def test_each_loop_runs(line, user):
     """Loops of the shell, which start several runs at once."""
     before = set(user.glob("runs/*"))
+    line = line.replace(" --total-timesteps 1e5", "")
     line = line.replace("python ppo.py", shlex.join([sys.executable, str(ROOT / "ppo.py"), *shortened(ppo)]))
     subprocess.run(["bash", "-ec", line], cwd=user, check=True)
     assert len(set(user.glob("runs/*")) - before) == 3
