@@ -1,0 +1,1293 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.5,<2.14", "numpy", "tensorboard", "tyro>=0.9"]
+# ///
+"""Proximal Policy Optimization (PPO) for language models, from human feedback (RLHF), in one file.
+
+    python ppo_rlhf.py
+    python ppo_rlhf.py --model <folder> --reward-model <folder> --prompts prompts.jsonl --learning-rate 1e-6
+    torchrun --nproc-per-node 4 ppo_rlhf.py --model <folder> --reward-function my_module:reward ...
+
+Without --model, it makes a task on the spot: a small transformer learns to write reviews, a reward model
+learns from the choices of a simulated human, and PPO trains the first with the scores of the second. The
+optimal policy of this task is known, and the run ends by saying how close it came. With --model, it trains a
+model of the transformers library (to be installed) on your prompts: lines of JSON such as {"prompt": "..."}.
+A reward function takes two lists of texts, prompts and responses, and returns as many scores.
+
+  [PPO]     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
+  [GAE]     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
+            Estimation", arXiv:1506.02438
+  [Ziegler] Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", arXiv:1909.08593
+  [Summary] Stiennon et al. 2020, "Learning to Summarize from Human Feedback", arXiv:2009.01325
+  [RLHF]    Ouyang et al. 2022, "Training Language Models to Follow Instructions with Human Feedback",
+            arXiv:2203.02155
+  [N+]      Huang et al. 2024, "The N+ Implementation Details of RLHF with PPO", arXiv:2403.17031
+
+This file has two halves. The first is PPO, in the order of the paper; it ends with `train`, the paper's
+Algorithm 1. The second, which can be skipped, is what training needs around it.
+
+Four networks take part: the actor, which is trained; the critic, which estimates how well a response will
+turn out; the reference, a frozen copy of the actor as it was at first; and the reward model, also frozen.
+
+Shapes: B responses in a batch, P tokens of the longest prompt, L of the longest response, S = P + L, V tokens
+in the vocabulary. Prompts are padded on the left, responses on the right. Masks come from lengths, not from
+the padding token, which may well be the stop token.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import math
+import os
+import random
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils.rnn import pad_sequence
+from torch.optim import Adam
+from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass
+class Experiment:  # the comments are the texts of --help
+    seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
+    plan: bool = False  # only print what the run would do, and which advice it may give
+    resume: str | None = None  # resume from this checkpoint; other flags override its settings
+    checkpoint_seconds: float = 600.0  # time between checkpoints; there is one at the start and the end, too
+
+
+@dataclass
+class Task:
+    model: str | None = None  # the actor: a folder or name for transformers; None makes a task on the spot
+    reward_model: str | None = None  # folder or name of a model that scores a sequence of the same tokens
+    reward_function: str | None = None  # or a function of texts, as `module:function`
+    prompts: str | None = None  # file with a line of JSON for each prompt
+    max_response_length: int = 8  # L: longer responses are cut off, and have no stop token
+    missing_eos_penalty: float = 2.0  # subtracted from the score of a response without a stop token
+    temperature: float = 1.0  # divides the logits in sampling, and in every log-probability
+    reward_model_updates: int = 0  # on-the-spot task: learn the reward model again every so many iterations
+
+
+@dataclass
+class Algorithm:
+    total_episodes: float = 40_960  # total number of responses, for example 1e5
+    batch_size: int = 256  # B: prompts per iteration, over all processes; each gets one response
+    update_epochs: int = 2  # K: passes over each batch
+    num_minibatches: int = 4  # minibatches per epoch, one gradient step each
+    micro_batch_size: int = 64  # responses per forward pass of a process: saves memory, changes nothing else
+    learning_rate: float = 1e-3  # Adam's step size, decayed linearly to 0; for real models, 1e-6 to 1e-5
+    kl_coef: float = 0.1  # β: weight of the KL divergence from the reference in the reward
+    kl_target: float | None = None  # adapt β to keep this divergence, in nats per response
+    gae_lambda: float = (
+        1.0  # λ: trades bias (0) against variance (1) of the advantages; the literature has 0.95
+    )
+    whiten_rewards: bool = False  # divide rewards by their standard deviation ([N+]); biases the length
+    clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
+    clip_vloss: bool = False  # also clip the change of the value to ±ε
+    vf_coef: float = 0.5  # weight of the value loss
+    share_critic: bool = False  # let the critic be a second output of the actor
+    max_grad_norm: float = 1.0  # clip the actor's gradient to this norm, and the critic's
+
+
+@dataclass
+class Performance:
+    device: str = "cpu"  # where the networks live: cpu, cuda or mps; the on-the-spot task is for the CPU
+    bfloat16: bool = False  # compute in bfloat16; log-probabilities and trained weights stay in float32
+    gradient_checkpointing: bool = False  # save memory by computing activations twice
+    lora_rank: int = 0  # train adapters of this rank on frozen weights (needs peft); 0 trains all weights
+
+
+@dataclass
+class Args(Performance, Algorithm, Task, Experiment):
+    """All settings. The four groups are those of --help."""
+
+
+# ------------------------------------------------- Networks -------------------------------------------------
+
+
+class Output(NamedTuple):
+    """What a model returns, by the names of transformers."""
+
+    past_key_values: Any  # keys and values of all tokens so far, to be passed to the next call
+    last_hidden_state: Any = None  # [B, T, W]
+    logits: Any = None  # [B, T, V]
+
+
+class Block(nn.Module):
+    """A layer of GPT-2: attention, and a perceptron with one hidden layer; each is added to its input."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.hidden, self.output = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, visible: Tensor, past: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """x [B, T, W] after this layer, and the keys and values of all S tokens, with those of the past.
+
+        `visible` [B, 1, T, S] says to which tokens each of the T attends.
+        """
+        query, keys, values = (
+            self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        )
+        if past is not None:
+            keys, values = torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
+        attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible)
+        x = x + self.projection(attended.transpose(1, 2).flatten(2))
+        return x + self.output(F.gelu(self.hidden(self.norm2(x)), approximate="tanh")), (keys, values)
+
+
+class Trunk(nn.Module):
+    """GPT-2 (Radford et al. 2019) without its last layer; it is called as models of transformers are."""
+
+    def __init__(self, vocabulary: int, width: int, layers: int, heads: int, context: int):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past_key_values: Any,
+        use_cache: bool,
+    ) -> Output:  # fmt: skip
+        """Hidden states [B, T, W] of input_ids [B, T], the last T of S tokens; attention_mask is [B, S]."""
+        new, total = input_ids.shape[1], attention_mask.shape[1]
+        causal = torch.ones(new, total, dtype=torch.bool, device=input_ids.device).tril(total - new)
+        hidden, cache = self.tokens(input_ids) + self.positions(position_ids), []
+        for i, block in enumerate(self.blocks):
+            past = past_key_values[i] if past_key_values else None
+            hidden, keys_values = block(hidden, attention_mask[:, None, None, :] & causal, past)
+            cache.append(keys_values)
+        return Output(cache if use_cache else None, last_hidden_state=self.norm(hidden))
+
+
+class GPT(nn.Module):
+    """A language model: a trunk, whose token embeddings also make the logits."""
+
+    def __init__(self, vocabulary: int, width: int = 64, layers: int = 2, heads: int = 4, context: int = 32):
+        super().__init__()
+        self.base_model, self.context = Trunk(vocabulary, width, layers, heads, context), context
+
+    def forward(self, *, logits_to_keep: int, **inputs: Any) -> Output:
+        """Logits [B, T, V] at the last T = `logits_to_keep` of the trunk's inputs."""
+        output = self.base_model(**inputs)
+        hidden = output.last_hidden_state[:, -logits_to_keep:]
+        return Output(output.past_key_values, logits=hidden @ self.base_model.tokens.weight.T)
+
+
+class Responses(NamedTuple):
+    """B prompts with responses."""
+
+    tokens: Tensor  # [B, S]
+    attention: Tensor  # [B, S], true at tokens that are not padding
+    mask: Tensor  # [B, L], true at the responses' tokens, which include the stop token
+
+
+class ScalarModel(nn.Module):
+    """A trunk with one output: a critic or a reward model."""
+
+    def __init__(self, trunk: nn.Module, head: nn.Module):
+        super().__init__()
+        self.trunk, self.head = trunk, head
+
+    def forward(self, batch: Responses | Batch) -> Tensor:
+        """Outputs [B, L + 1]: before each token of the response, and after the last."""
+        output = self.trunk(
+            **model_inputs(batch.tokens, batch.attention), past_key_values=None, use_cache=False
+        )
+        hidden = output.last_hidden_state[:, -batch.mask.shape[1] - 1 :]
+        return at_least_float32(self.head(hidden)).squeeze(-1)
+
+
+class Models(nn.Module):
+    """The four networks, and what belongs to them."""
+
+    def __init__(self, actor: nn.Module, critic: nn.Module, reference: nn.Module, reward_model: Any):
+        super().__init__()
+        self.actor, self.critic, self.reference, self.reward_model = actor, critic, reference, reward_model
+        self.reward_function: Any = None  # of texts, instead of a reward model
+        self.tokenizer: Any = None
+        self.prompts: Any = None  # all prompts [N, P], and their masks [N, P]
+        self.comparisons: list[tuple[Tensor, ...]] = []  # see `learn_from_comparisons`
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """x as float32, if it has less precision: numbers from -4 to -8 in bfloat16 are 1/32 apart."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def model_inputs(tokens: Tensor, attention: Tensor) -> dict[str, Tensor]:
+    """Arguments for a model: tokens [B, T], the last T of S, and a mask [B, S] of what is not padding.
+
+    Positions count tokens and not padding, so a prompt has the same ones in every batch.
+    """
+    positions = (attention.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+    return {"input_ids": tokens, "attention_mask": attention, "position_ids": positions}
+
+
+@torch.no_grad()
+def generate(
+    actor: nn.Module, prompts: Tensor, attention: Tensor, tokenizer: Any, args: Args
+) -> tuple[Responses, Tensor]:
+    """Sample a response to each of the prompts [B, P], whose mask is `attention` [B, P].
+
+    Each ends with the stop token or after --max-response-length tokens. Also returns log π [B, L] as sampled.
+    To use an inference server, replace this function.
+    """
+    (size, start), length = prompts.shape, args.max_response_length
+    tokens = F.pad(prompts, (0, length), value=tokenizer.pad_token_id)
+    attention = F.pad(attention, (0, length), value=False)
+    log_probs = torch.zeros(size, length, device=tokens.device)
+    active = torch.ones(size, dtype=torch.bool, device=tokens.device)
+    new, past = prompts, None
+    for t in range(start, start + length):
+        inputs = model_inputs(new, attention[:, :t])
+        output = actor(**inputs, past_key_values=past, use_cache=True, logits_to_keep=1)
+        log_policy = torch.log_softmax(at_least_float32(output.logits[:, -1]) / args.temperature, -1)
+        new, past = torch.multinomial(log_policy.exp(), 1), output.past_key_values
+        log_probs[:, t - start] = log_policy.gather(1, new).squeeze(1)
+        tokens[active, t] = new[active, 0]
+        attention[:, t] = active
+        active = active & (new[:, 0] != tokenizer.eos_token_id)
+        if not active.any():
+            break
+    return Responses(tokens, attention, attention[:, start:]), log_probs
+
+
+def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> tuple[Tensor, Tensor]:
+    """log π [B, L] of the responses' tokens, and the entropy [B, L] of π at each, in nats.
+
+    Logits are divided by the temperature, because the policy that acted is the one with this temperature.
+    """
+    length = batch.mask.shape[1]
+    inputs = model_inputs(batch.tokens, batch.attention)
+    output = model(**inputs, past_key_values=None, use_cache=False, logits_to_keep=length + 1)
+    logits = at_least_float32(output.logits[:, -length - 1 : -1])  # those at a token are for the next one
+    log_policy = torch.log_softmax(logits / temperature, -1)
+    log_probs = log_policy.gather(2, batch.tokens[:, -length:, None]).squeeze(2)
+    return log_probs, -(log_policy.exp() * log_policy).sum(-1)
+
+
+def last_outputs(reward_model: nn.Module, batch: Responses) -> Tensor:
+    """The reward model's outputs [B] at the responses' last tokens."""
+    return reward_model(batch).gather(1, batch.mask.sum(1, keepdim=True)).squeeze(1)
+
+
+def ends_with_stop(batch: Responses, stop_token: int) -> Tensor:
+    """Whether the responses end with the stop token [B], or were cut off."""
+    return (batch.tokens[:, -batch.mask.shape[1] :].eq(stop_token) & batch.mask).any(1)
+
+
+def score(models: Models, batch: Responses, args: Args) -> Tensor:
+    """Scores [B] by the reward model or the reward function, less the penalty for a missing stop token."""
+    if models.reward_function:
+        scores = call_reward_function(models.reward_function, *texts(models.tokenizer, batch)).to(args.device)
+    else:
+        scores = last_outputs(models.reward_model, batch)
+    return scores - args.missing_eos_penalty * ~ends_with_stop(batch, models.tokenizer.eos_token_id)
+
+
+# ------------------------------------------------- Equations ------------------------------------------------
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of x where the mask is true, over all processes."""
+    total, count = sum_over_processes(torch.stack([(x * mask).sum(), mask.sum()]))
+    return total / count
+
+
+def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """x [B, L] with standard deviation 1 and, unless `shift_mean` is False, mean 0; 0 outside the mask."""
+    mean = masked_mean(x, mask)
+    whitened = (x - mean) * torch.rsqrt(masked_mean((x - mean).square(), mask) + 1e-8)
+    return (whitened if shift_mean else whitened + mean) * mask
+
+
+def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
+    """Rewards [B, L] from scores [B] and kl = log π - log π_ref [B, L] ([RLHF], equation 2, without its γ).
+
+        r_t = -β kl_t, plus the score at the last token
+
+    PPO then maximises J = E[score] - β KL(π ‖ π_ref), as the expectation of Σ_t kl_t is the KL divergence.
+    This holds for this estimator, k1 of Schulman 2020, "Approximating KL Divergence", and only in the reward.
+    With k3 instead, which is never negative, the gradient is not J's, and training ends elsewhere. In the
+    loss, any estimator ignores what a token does to the KL of those after it.
+    """
+    rewards = -kl_coef * kl * mask
+    return rewards.scatter_add(1, mask.sum(1, keepdim=True) - 1, scores.unsqueeze(1))
+
+
+def compute_gae(rewards: Tensor, values: Tensor, mask: Tensor, gae_lambda: float) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [B, L] by generalised advantage estimation ([GAE], equations 11 to 16; γ = 1).
+
+        δ_t = r_t + V_{t+1} - V_t
+        A_t = δ_t + λ A_{t+1}
+        return_t = A_t + V_t, the critic's target
+
+    V_t is the value before token t. After the last token, where the episode ends, V and A are 0.
+    """
+    values = values * mask
+    deltas = rewards + F.pad(values[:, 1:], (0, 1)) - values
+    advantages, advantage = torch.zeros_like(deltas), torch.zeros_like(deltas[:, 0])
+    for t in reversed(range(deltas.shape[1])):
+        advantage = deltas[:, t] + gae_lambda * advantage
+        advantages[:, t] = advantage
+    return advantages, advantages + values
+
+
+class Batch(NamedTuple):
+    """B responses to learn from."""
+
+    tokens: Tensor  # [B, S]
+    attention: Tensor  # [B, S]
+    mask: Tensor  # [B, L]
+    log_probs: Tensor  # [B, L], log π_old
+    values: Tensor  # [B, L], V_old
+    advantages: Tensor  # [B, L]
+    returns: Tensor  # [B, L]
+    scores: Tensor  # [B], to be shown
+
+
+LOSSES = "loss/policy_avg", "loss/value_avg"
+METRICS = *LOSSES, "policy/approxkl_avg", "policy/clipfrac_avg", "val/clipfrac_avg", "val/ratio"
+
+
+def ppo_loss(models: Models, batch: Batch, args: Args) -> tuple[Tensor, Tensor]:
+    """The loss to minimise ([PPO], equation 9, negated), and METRICS [6], all as sums over tokens.
+
+    They are sums because a minibatch may be spread over several forward passes and processes. There is no
+    entropy bonus: the KL to the reference keeps the policy from collapsing.
+    """
+    log_probs, _ = token_log_probs(models.actor, batch, args.temperature)
+    log_ratio = (log_probs - batch.log_probs) * batch.mask
+    ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s)
+    clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    # L^CLIP = E[min(r A, clip(r, 1 - ε, 1 + ε) A)] ([PPO], equation 7)
+    policy_losses = -torch.min(ratio * batch.advantages, clipped * batch.advantages)
+    values = models.critic(batch)[:, :-1]
+    value_losses = 0.5 * (values - batch.returns).square()
+    change = values - batch.values
+    if args.clip_vloss:  # the larger of the losses of the value and of the value clipped to V_old ± ε
+        clipped = batch.values + change.clamp(-args.clip_coef, args.clip_coef)
+        value_losses = torch.max(value_losses, 0.5 * (clipped - batch.returns).square())
+    loss = ((policy_losses + args.vf_coef * value_losses) * batch.mask).sum()
+    with torch.no_grad():
+        clips = (ratio - 1).abs() > args.clip_coef, change.abs() > args.clip_coef
+        metrics = policy_losses, value_losses, 0.5 * log_ratio.square(), *clips, ratio
+        return loss, torch.stack([(metric * batch.mask).sum() for metric in metrics])
+
+
+# ------------------------------------------------- Algorithm ------------------------------------------------
+
+
+@dataclass
+class State:
+    """What changes during training besides the networks."""
+
+    learning_rate: float
+    kl_coef: float
+    episodes: int = 0  # responses so far
+    first: dict[str, float] = field(default_factory=dict)  # metrics of the first batch
+    best: dict[str, float] = field(default_factory=dict)  # metrics of the batch with the highest objective
+    streaks: dict[str, int] = field(default_factory=dict)  # iterations in a row that each advice applied
+
+
+def draw_prompts(models: Models, count: int) -> tuple[Tensor, Tensor]:
+    """Random prompts as tokens [count, P], and their masks [count, P], as wide as the longest of them."""
+    tokens, masks = models.prompts
+    rows = torch.randint(len(tokens), (count,)).to(tokens.device)
+    width = int(masks[rows].sum(1).max())
+    return tokens[rows, -width:], masks[rows, -width:]
+
+
+def split(batch: Any, size: int) -> list[Any]:
+    """A batch in parts of at most `size` responses."""
+    return [type(batch)(*columns) for columns in zip(*(column.split(size) for column in batch), strict=True)]
+
+
+@torch.no_grad()
+def collect(models: Models, args: Args, state: State) -> tuple[Batch, dict[str, float]]:
+    """Let the actor respond to B prompts, and estimate the advantages. Also returns metrics of the data."""
+    models.eval()
+    prompts, attention = draw_prompts(models, args.batch_size // world()[1])
+    responses, sampled_log_probs = generate(models.actor, prompts, attention, models.tokenizer, args)
+    parts = []
+    for part in split(responses, args.micro_batch_size):
+        # log π is computed anew, in the same way as in the update: at first, the ratio is exactly 1.
+        log_probs, entropies = token_log_probs(models.actor, part, args.temperature)
+        ref_log_probs, _ = token_log_probs(models.reference, part, args.temperature)
+        scores, values = score(models, part, args), models.critic(part)[:, :-1]
+        parts.append((log_probs, entropies, ref_log_probs, values, scores))
+    log_probs, entropies, ref_log_probs, values, scores = map(torch.cat, zip(*parts, strict=True))
+
+    mask = responses.mask
+    kl = (log_probs - ref_log_probs) * mask
+    rewards = token_rewards(scores, kl, mask, state.kl_coef)
+    if args.whiten_rewards:
+        rewards = whiten(rewards, mask, shift_mean=False)
+    advantages, returns = compute_gae(rewards, values, mask, args.gae_lambda)
+    batch = Batch(*responses, log_probs, values, whiten(advantages, mask), returns, scores)
+
+    surprise = -(ref_log_probs * mask).sum(1) / mask.sum(1)  # in nats per token
+    limit = state.first.get("objective/surprise_limit", surprise.quantile(0.99).item())
+    stops = ends_with_stop(responses, models.tokenizer.eos_token_id)
+    per_response = {
+        "objective/kl": kl.sum(1),
+        "objective/entropy": -(log_probs * mask).sum(1),
+        "objective/scores": scores,
+        "objective/non_score_reward": -state.kl_coef * kl.sum(1),
+        "objective/rlhf_reward": scores - state.kl_coef * kl.sum(1),
+        "objective/surprise": surprise > limit,
+        "response/length": mask.sum(1),
+        "response/cut_off": ~stops,
+    }
+    if not args.model:
+        per_response["eval/gold"] = tastes(models.tokenizer, responses)
+    metrics = {name: masked_mean(x, torch.ones_like(scores)).item() for name, x in per_response.items()}
+    error, spread = (masked_mean((x - masked_mean(x, mask)).square(), mask) for x in (advantages, returns))
+    return batch, metrics | {
+        "objective/surprise_limit": limit,
+        "objective/scores_std": (scores - scores.mean()).square().mean().sqrt().item(),
+        "policy/entropy_avg": masked_mean(entropies, mask).item(),
+        "val/explained_variance": 1 - (error / spread).item(),
+        "val/sampling_mismatch": ((sampled_log_probs - log_probs) * mask).abs().max().item(),
+        "val/num_eos_tokens": sum_over_processes(stops.sum()).item(),
+    }
+
+
+def update(models: Models, optimizer: Adam, batch: Batch, args: Args, state: State) -> dict[str, float]:
+    """Learn from a batch: K epochs of gradient steps on shuffled minibatches. Returns the mean metrics.
+
+    A minibatch's gradient is summed over parts of --micro-batch-size responses and over processes, and then
+    divided by the number of tokens in all of them: the number of parts or processes does not matter.
+    """
+    models.actor.train(args.gradient_checkpointing)  # without it, transformers does no checkpointing;
+    models.critic.train(args.gradient_checkpointing)  # there is no dropout, see `load_pretrained`
+    metrics = []  # of each gradient step, still as tensors: reading them would wait for the GPU
+    for _ in range(args.update_epochs):
+        order = torch.randperm(len(batch.tokens)).to(args.device)
+        shuffled = Batch(*(column[order] for column in batch))
+        for minibatch in split(shuffled, len(order) // args.num_minibatches):
+            num_tokens = sum_over_processes(minibatch.mask.sum())
+            sums = torch.zeros(len(METRICS), device=args.device)
+            optimizer.zero_grad()
+            for part in split(minibatch, args.micro_batch_size):
+                with autocast(args):
+                    loss, part_sums = ppo_loss(models, part, args)
+                (loss / num_tokens).backward()
+                sums += part_sums
+            for group in optimizer.param_groups:  # the actor's parameters, and the critic's
+                group["lr"] = state.learning_rate
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        sum_over_processes(parameter.grad)
+                nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
+            optimizer.step()
+            metrics.append(sum_over_processes(sums) / num_tokens)
+    means = torch.stack(metrics).mean(0).tolist()
+    first_approxkl = metrics[0][METRICS.index("policy/approxkl_avg")].item()  # before any step: 0
+    return dict(zip(METRICS, means, strict=True)) | {"val/first_approxkl": first_approxkl}
+
+
+def adjust_coefficients(args: Args, state: State, metrics: dict[str, float]) -> None:
+    """Set the next iteration's coefficients, by their schedules and the last iteration's metrics, if any."""
+    state.learning_rate = args.learning_rate * (1 - state.episodes / args.total_episodes)
+    if args.kl_target and metrics:  # [Ziegler], §2.2
+        error = min(max(metrics["objective/kl"] / args.kl_target - 1, -0.2), 0.2)
+        state.kl_coef *= 1 + 0.1 * error
+
+
+def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
+    """PPO ([PPO], Algorithm 1) from human feedback. Once `stop` has an element, it saves and returns.
+
+    Returns "checkpoint" (its path) and, on the task made on the spot, the result of `compare_with_optimum`.
+    Raises `Refused` and `Diverged`.
+    """
+    check_args(args)
+    rank, processes = world()
+    if args.device == "cuda" and processes > 1:
+        args = replace(args, device=f"cuda:{os.environ['LOCAL_RANK']}")
+    if not args.model:
+        torch.set_num_threads(1)  # for small networks, one is fastest
+    torch.manual_seed(args.seed)
+    models = load_models(args)
+    # ε is 1e-5, as in the first implementations. They used TensorFlow's Adam, which adds it before correcting
+    # the bias of the second moment, as if ε were larger in the first steps ([N+]).
+    optimizer = Adam(trained_parameters(models), args.learning_rate, eps=1e-5, fused=True)
+    state = restore(args, models, optimizer) if args.resume else State(args.learning_rate, args.kl_coef)
+    metrics: dict[str, float] = {}
+
+    if processes > 1:
+        connect(args, models, state)
+    run = Run(args, models, optimizer, state) if rank == 0 else None  # the first process writes and prints
+    while state.episodes < args.total_episodes and not any_process(stop, args):
+        adjust_coefficients(args, state, metrics)
+        if args.reward_model_updates:
+            update_reward_model(models, args, state)
+        with autocast(args):
+            batch, metrics = collect(models, args, state)
+        metrics |= update(models, optimizer, batch, args, state)
+        state.first = state.first or metrics
+        state.episodes += args.batch_size
+        if run:
+            run.log(batch, metrics)
+    if processes > 1:
+        dist.destroy_process_group()
+    return run.finish(stop) if run else {}
+
+
+# ========================== End of PPO. What follows is what training needs around it ======================
+
+
+class Refused(Exception):  # noqa: N818
+    """The request cannot be right. On the command line: one line, exit status 2."""
+
+
+class Diverged(Exception):  # noqa: N818
+    """The networks are no longer finite. On the command line: one line, exit status 1."""
+
+
+def refuse(wrong: object, reason: str) -> None:
+    """Raise `Refused` with the reason if something is wrong with the request."""
+    if wrong:
+        raise Refused(reason)
+
+
+@contextmanager
+def refuse_errors(reason: str, *kinds: type[Exception], about: str = "") -> Iterator[None]:
+    """Raise `Refused` instead of exceptions of these kinds whose text contains `about`."""
+    try:
+        yield
+    except kinds as error:
+        if about not in str(error):
+            raise
+        raise Refused(f"{reason}: {' '.join(str(error).split())[:300] or repr(error)}") from error
+
+
+# ------------------------------------------------- Processes -----------------------------------------------
+
+
+def world() -> tuple[int, int]:
+    """This process's rank, and the number of processes that train together, as torchrun has set them."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def connect(args: Args, models: Models, state: State) -> None:
+    """Connect the processes: all start with the same weights, and draw random numbers of their own."""
+    rank, _ = world()
+    dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
+    for tensor in models.state_dict().values():
+        dist.broadcast(tensor, 0)
+    torch.manual_seed(args.seed + state.episodes + rank)
+
+
+def sum_over_processes(x: Tensor) -> Tensor:
+    """The sum over all processes, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+def any_process(stop: Sequence[int], args: Args) -> bool:
+    """Whether `stop` has an element in any of the processes."""
+    return bool(sum_over_processes(torch.tensor(len(stop), device=args.device)))
+
+
+def autocast(args: Args) -> torch.autocast:
+    """A context in which networks compute in bfloat16, if --bfloat16 is set."""
+    return torch.autocast(args.device.partition(":")[0], torch.bfloat16, enabled=args.bfloat16)
+
+
+# ------------------------------------------------- The task made on the spot -------------------------------
+
+PRODUCTS = {
+    "hotel": ("room", "staff", "food"),
+    "camera": ("lens", "screen", "battery"),
+    "film": ("plot", "cast", "music"),
+    "phone": ("screen", "sound", "battery"),
+}
+TONES, GOOD, BAD = ("praise", "pan", "weigh"), ("great", "lovely"), ("poor", "awful")
+ASPECTS = sorted({aspect for aspects in PRODUCTS.values() for aspect in aspects})
+OTHERS = ("<pad>", "<stop>", ":", "the", "very", "and", "but", "please")
+WORDS = [*OTHERS, *TONES, *PRODUCTS, *ASPECTS, *GOOD, *BAD]
+REQUESTS = [f"{tone} the {product} :" for tone in TONES for product in PRODUCTS]
+PROMPTS = [*REQUESTS, *(f"please {request}" for request in REQUESTS)]
+SUPERVISED_STEPS, COMPARISONS = 600, 4000
+
+
+class WordTokenizer:
+    """A token for each word, with the interface of transformers' tokenizers."""
+
+    pad_token_id, eos_token_id = 0, 1
+
+    def encode(self, text: str) -> list[int]:
+        return [WORDS.index(word) for word in text.split()]
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return " ".join(WORDS[i] for i in tokens if not (skip_special_tokens and i == self.eos_token_id))
+
+
+def pad(rows: Sequence[list[int]], side: str, token: int, device: str) -> tuple[Tensor, Tensor]:
+    """Lists of tokens as tokens [B, S], and a mask [B, S] of what is not padding."""
+    masks = [torch.ones(len(row), dtype=torch.bool, device=device) for row in rows]
+    tokens = [torch.tensor(row, device=device) for row in rows]
+    return pad_sequence(tokens, True, token, side), pad_sequence(masks, True, False, side)
+
+
+def texts(tokenizer: Any, batch: Responses | Batch) -> tuple[list[str], list[str]]:
+    """The texts of the prompts and of the responses."""
+    start = batch.tokens.shape[1] - batch.mask.shape[1]
+    prompts, responses = [], []
+    for tokens, attention in zip(batch.tokens, batch.attention, strict=True):
+        prompt, response = tokens[:start][attention[:start]], tokens[start:][attention[start:]]
+        prompts.append(tokenizer.decode(prompt.tolist(), skip_special_tokens=True))
+        responses.append(tokenizer.decode(response.tolist(), skip_special_tokens=True))
+    return prompts, responses
+
+
+def write_review(rng: random.Random, product: str, tone: str) -> str:
+    """A review such as "very lovely room but awful staff"."""
+
+    def clause(aspect: str, good: bool) -> str:
+        return f"{'very ' * (rng.random() < 0.25)}{rng.choice(GOOD if good else BAD)} {aspect}"
+
+    first, second = rng.sample(PRODUCTS[product], 2)
+    if tone == "weigh":
+        good = rng.random() < 0.5
+        return f"{clause(first, good)} but {clause(second, not good)}"
+    good = tone == "praise"
+    return f"{clause(first, good)} and {clause(second, good)}" if rng.random() < 0.7 else clause(first, good)
+
+
+def human(prompt: str, response: str) -> float:
+    """The simulated human's taste: ±1 for the tone asked for, 0.5 for each "very", -2 if it is no review."""
+    *_, tone, _, product, _ = prompt.split()
+    clause = f"(?:very )?({'|'.join(GOOD + BAD)}) ({'|'.join(PRODUCTS[product])})"
+    match = re.fullmatch(f"{clause}(?: (?:and|but) {clause})?", response)
+    if not match or match[2] == match[4]:
+        return -2.0
+    kinds = {word in GOOD for word in (match[1], match[3]) if word}
+    found = "weigh" if len(kinds) == 2 else "praise" if True in kinds else "pan"
+    return (1.0 if found == tone else -1.0) + 0.5 * response.split().count("very")
+
+
+def make_models(args: Args) -> Models:
+    """Supervised learning, then a reward model from comparisons ([Summary], §3).
+
+    On --resume, nothing is learnt, because the checkpoint has the weights.
+    """
+    tokenizer, actor = WordTokenizer(), GPT(len(WORDS))
+    tokens = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    prompts = pad(tokens, "left", tokenizer.pad_token_id, args.device)
+    check_context(prompts, actor.context, args)
+    if not args.resume:
+        learn_to_write(actor, tokenizer, args)
+    width = actor.base_model.norm.normalized_shape[0]
+    reward_model = ScalarModel(copy.deepcopy(actor.base_model), nn.Linear(width, 1))
+    reference = copy.deepcopy(actor).requires_grad_(False)
+    models = Models(actor, copy.deepcopy(reward_model), reference, reward_model)
+    models.tokenizer, models.prompts = tokenizer, prompts
+    if not args.resume:
+        learn_from_comparisons(models, args)
+    reward_model.requires_grad_(False)
+    models.critic.load_state_dict(reward_model.state_dict())
+    if args.share_critic:
+        models.critic = ScalarModel(actor.base_model, zero_head(width))
+    return models
+
+
+def zero_head(width: int) -> nn.Linear:
+    """An output layer whose outputs are 0 at first."""
+    head = nn.Linear(width, 1)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def fit(network: nn.Module, compute_loss: Callable[[], Tensor], steps: int, learning_rate: float) -> float:
+    """Minimise a loss of random batches by Adam. Returns the last loss."""
+    optimizer = Adam(network.parameters(), learning_rate, fused=True)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = learning_rate * min((step + 1) / 40, 1 - step / steps)
+        optimizer.zero_grad()
+        loss = compute_loss()
+        loss.backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+    return loss.item()
+
+
+def learn_to_write(actor: nn.Module, tokenizer: Any, args: Args) -> None:
+    """Supervised learning of reviews; half of them have the tone asked for, the others any of the three."""
+    start, rng = time.monotonic(), random.Random(args.seed)
+    prompts, reviews = [], []
+    for prompt in rng.choices(PROMPTS, k=20_000):
+        *_, tone, _, product, _ = prompt.split()
+        review = write_review(rng, product, rng.choice((tone, tone, tone, *TONES)))
+        prompts.append(tokenizer.encode(prompt))
+        reviews.append([*tokenizer.encode(review), tokenizer.eos_token_id])
+    left, left_mask = pad(prompts, "left", tokenizer.pad_token_id, args.device)
+    right, mask = pad(reviews, "right", tokenizer.pad_token_id, args.device)
+    data = Responses(torch.cat([left, right], 1), torch.cat([left_mask, mask], 1), mask)
+
+    def compute_loss() -> Tensor:
+        rows = torch.randint(len(reviews), (128,))
+        batch = Responses(*(column[rows] for column in data))
+        log_probs, _ = token_log_probs(actor, batch, temperature=1.0)
+        return -(log_probs * batch.mask).sum() / batch.mask.sum()
+
+    loss = fit(actor, compute_loss, SUPERVISED_STEPS, learning_rate=3e-3)
+    report(f"supervised {SUPERVISED_STEPS} steps of 128 reviews; loss {loss:.2f} nats per token", start)
+
+
+def tastes(tokenizer: Any, batch: Responses) -> Tensor:
+    """The simulated human's taste [B]."""
+    return torch.tensor([human(*pair) for pair in zip(*texts(tokenizer, batch), strict=True)])
+
+
+def sample_pairs(models: Models, args: Args, count: int) -> tuple[Responses, Tensor]:
+    """Two responses of the actor to each of `count` prompts, one after the other, and tastes [count, 2]."""
+    prompts, attention = draw_prompts(models, count)
+    prompts, attention = prompts.repeat_interleave(2, 0), attention.repeat_interleave(2, 0)
+    responses, _ = generate(models.actor, prompts, attention, models.tokenizer, args)
+    return responses, tastes(models.tokenizer, responses).view(count, 2)
+
+
+def learn_from_comparisons(models: Models, args: Args) -> None:
+    """Let the human compare responses of the actor, and the reward model learn from all comparisons so far.
+
+    The human prefers a to b with probability σ(2 (taste(a) - taste(b))), which is the Bradley-Terry model. So
+    does the reward model, with scores in the place of tastes ([RLHF], equation 1).
+    """
+    start, reward_model = time.monotonic(), models.reward_model
+    responses, taste = sample_pairs(models, args, COMPARISONS // 4 if models.comparisons else COMPARISONS)
+    prefers_first = torch.rand(len(taste)) < torch.sigmoid(2 * (taste[:, 0] - taste[:, 1]))
+    models.comparisons.append((*responses, prefers_first.float()))
+    *columns, labels = map(torch.cat, zip(*models.comparisons, strict=True))
+
+    def compute_loss() -> Tensor:
+        pairs = torch.randint(len(labels), (64,))
+        rows = torch.stack([2 * pairs, 2 * pairs + 1], 1).flatten()
+        outputs = last_outputs(reward_model, Responses(*(column[rows] for column in columns))).view(-1, 2)
+        return F.binary_cross_entropy_with_logits(outputs[:, 0] - outputs[:, 1], labels[pairs])
+
+    fit(reward_model.requires_grad_(True), compute_loss, steps=3 * len(labels) // 64, learning_rate=5e-4)
+    reward_model.requires_grad_(False)
+    with torch.no_grad():
+        reference_responses = Responses(*(column[: 2 * COMPARISONS] for column in columns))
+        reward_model.head.bias -= last_outputs(reward_model, reference_responses).mean()  # now 0 for these
+        responses, taste = sample_pairs(models, args, 1000)
+        outputs = last_outputs(reward_model, responses).view(-1, 2)
+    product = (outputs[:, 0] - outputs[:, 1]) * (taste[:, 0] - taste[:, 1])
+    share = (product > 0).sum() / (product != 0).sum()
+    report(
+        f"reward     {len(labels):,} comparisons; ranks {share:.0%} of new pairs as the human would", start
+    )
+
+
+def update_reward_model(models: Models, args: Args, state: State) -> None:
+    """Iterated RLHF ([RLHF], §3.1): when due, learn the reward model again, from new comparisons, too."""
+    iteration = state.episodes // args.batch_size
+    if iteration and iteration % args.reward_model_updates == 0:
+        with torch.random.fork_rng(devices=[]):  # all processes draw the same pairs
+            torch.manual_seed(args.seed + iteration)
+            learn_from_comparisons(models, args)
+
+
+# ------------------------------------------------- The optimal policy --------------------------------------
+
+
+@torch.no_grad()
+def enumerate_responses(models: Models, prompt: Tensor, args: Args) -> tuple[Responses, Tensor]:
+    """The responses to a prompt [P] whose beginnings have a probability above 1e-5 under reference or actor.
+
+    Also returns log π [2, N] of these N responses under both, in float64.
+    """
+    policies, tokenizer = (models.reference, models.actor), models.tokenizer
+    tokens = new = prompt.unsqueeze(0)
+    log_probs = torch.zeros(2, 1, dtype=torch.float64)
+    caches: list[Any] = [None, None]
+    found, found_log_probs = [], []
+    for length in range(1, args.max_response_length + 1):
+        totals = []  # log π [N, V] of all beginnings with one more token, for each policy
+        for i, policy in enumerate(policies):
+            inputs = model_inputs(new, torch.ones_like(tokens, dtype=torch.bool))
+            output = policy(**inputs, past_key_values=caches[i], use_cache=True, logits_to_keep=1)
+            log_policy = torch.log_softmax(output.logits[:, -1].double() / args.temperature, -1)
+            totals.append(log_probs[i].unsqueeze(1) + log_policy)
+            caches[i] = output.past_key_values
+        rows, choices = (torch.stack(totals).amax(0) > math.log(1e-5)).nonzero(as_tuple=True)
+        tokens = torch.cat([tokens[rows], choices.unsqueeze(1)], 1)
+        log_probs = torch.stack([total[rows, choices] for total in totals])
+        ended = (choices == tokenizer.eos_token_id) | (length == args.max_response_length)
+        found += tokens[ended].tolist()
+        found_log_probs.append(log_probs[:, ended])
+        rows, tokens, log_probs = rows[~ended], tokens[~ended], log_probs[:, ~ended]
+        new = tokens[:, -1:]
+        caches = [[(keys[rows], values[rows]) for keys, values in cache] for cache in caches]
+    padded, attention = pad(found, "right", tokenizer.pad_token_id, args.device)
+    return Responses(padded, attention, attention[:, len(prompt) :]), torch.cat(found_log_probs, 1)
+
+
+@torch.no_grad()
+def compare_with_optimum(models: Models, args: Args, kl_coef: float) -> dict[str, float]:
+    """How close the actor is to the policy that maximises J = E[r] - β KL(π ‖ π_ref), as means over prompts.
+
+    The optimum is π*(y|x) = π_ref(y|x) exp(r(x, y) / β) / Z(x), with J* = β log Z ([Ziegler], §2.1). Every
+    policy has J* - J = β KL(π ‖ π*). Summed over are the responses that are likely under the reference or the
+    actor; `left_out` is the actor's probability of all others, which count as r = 0, the reference's mean.
+    """
+    models.eval()
+    sums: dict[str, float] = {}
+    for prompt, mask in zip(*models.prompts, strict=True):
+        responses, (ref_log_probs, log_probs) = enumerate_responses(models, prompt[mask], args)
+        rewards = score(models, responses, args).double()
+        log_z = torch.logsumexp(ref_log_probs + rewards / kl_coef, 0)
+        optimal_log_probs = ref_log_probs + rewards / kl_coef - log_z
+        probs, ref_probs, optimal_probs = log_probs.exp(), ref_log_probs.exp(), optimal_log_probs.exp()
+        values = {
+            "objective_actor": (probs * (rewards - kl_coef * (log_probs - ref_log_probs))).sum(),
+            "objective_reference": (ref_probs * rewards).sum(),
+            "objective_optimum": kl_coef * log_z,
+            "kl_actor": (probs * (log_probs - ref_log_probs)).sum(),
+            "kl_reference": torch.tensor(0.0),
+            "kl_optimum": (optimal_probs * (optimal_log_probs - ref_log_probs)).sum(),
+            "kl_to_optimum": (probs * (log_probs - optimal_log_probs)).sum(),
+            "left_out": 1 - probs.sum(),
+            "identity": probs.sum() * kl_coef * log_z,
+        }
+        for name, value in values.items():
+            sums[name] = sums.get(name, 0.0) + value.item() / len(models.prompts[0])
+    # J* - J = β KL(π ‖ π*), where the probabilities do not add up to 1 but to 1 - left_out
+    sums["identity"] -= sums["objective_actor"] + kl_coef * sums["kl_to_optimum"]
+    gain = sums["objective_actor"] - sums["objective_reference"]
+    return sums | {"share_of_optimum": gain / (sums["objective_optimum"] - sums["objective_reference"])}
+
+
+# ------------------------------------------------- Models of transformers ---------------------------------
+
+
+def load_models(args: Args) -> Models:
+    """The models that --model and the other flags name, or those of the task made on the spot."""
+    models = load_pretrained(args) if args.model else make_models(args)
+    refuse(any(p.requires_grad for p in models.reference.parameters()), "the reference must be frozen")
+    return models.to(args.device)
+
+
+def check_context(prompts: tuple[Tensor, Tensor], context: int, args: Args) -> None:
+    """Refuse prompts that leave too little room for responses."""
+    longest = prompts[0].shape[1] + args.max_response_length
+    refuse(longest > context, f"prompt and response have up to {longest} tokens; the model reads {context}")
+
+
+def load_pretrained(args: Args) -> Models:
+    """Load models of transformers. With --bfloat16, frozen weights are in bfloat16; trained ones never are.
+
+    With LoRA, the actor has the weights of the reference, and the critic those of the network it starts from.
+    """
+    with refuse_errors("--model needs: pip install transformers peft", ImportError):
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    model, reward_name = str(args.model), str(args.reward_model)
+    dtype = torch.bfloat16 if args.bfloat16 else torch.float32
+    with refuse_errors(f"cannot load --model {model}", Exception):
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        reference = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).requires_grad_(False)
+    missing = [name for name in ("eos_token", "pad_token") if getattr(tokenizer, name) is None]
+    refuse(missing, f"the tokenizer of {model} has no {' and no '.join(missing)}; set and save it")
+    prompts = read_prompts(args, tokenizer)
+    check_context(prompts, reference.config.max_position_embeddings, args)
+    source = ScalarModel(reference.base_model, zero_head(reference.config.hidden_size))
+    reward_model = None
+    if args.reward_model:
+        with refuse_errors(f"cannot load --reward-model {reward_name}", Exception):
+            same = AutoTokenizer.from_pretrained(reward_name).get_vocab() == tokenizer.get_vocab()
+            scorer: Any = AutoModelForSequenceClassification.from_pretrained(reward_name, dtype=dtype)
+        advice = "wrap it as --reward-function, which takes texts"
+        refuse(not same, f"--reward-model {reward_name} has another tokenizer than --model; {advice}")
+        unfit = scorer.config.num_labels != 1 or not hasattr(scorer, "score")
+        refuse(unfit, f"--reward-model {reward_name} has no single linear output named `score`; {advice}")
+        reward_model = ScalarModel(scorer.base_model, scorer.score).requires_grad_(False)
+        source = source if args.share_critic else reward_model
+
+    def make_trainable(frozen: nn.Module, task: Any = None) -> Any:
+        shared = {id(p): p for p in frozen.parameters()} if args.lora_rank else {}
+        network: Any = copy.deepcopy(frozen, shared)
+        for module in network.modules():  # dropout would make the first ratio differ from 1
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.0
+        if args.gradient_checkpointing:
+            network.gradient_checkpointing_enable({"use_reentrant": False})
+        if args.lora_rank:
+            config = LoraConfig(task_type=task, r=args.lora_rank, target_modules="all-linear")
+            return get_peft_model(network, config)
+        return network.float().requires_grad_(True)
+
+    actor = make_trainable(reference, "CAUSAL_LM")
+    trunk = actor.base_model if args.share_critic else make_trainable(source.trunk)
+    critic = ScalarModel(trunk, copy.deepcopy(source.head).float().requires_grad_(True))
+    models = Models(actor, critic, reference, reward_model)
+    models.tokenizer, models.prompts = tokenizer, prompts
+    if args.reward_function:
+        models.reward_function = import_function(args.reward_function)
+    return models
+
+
+WRONG_JSON = ValueError, TypeError, KeyError, AttributeError
+
+
+def read_prompts(args: Args, tokenizer: Any) -> tuple[Tensor, Tensor]:
+    """The prompts in --prompts as tokens [N, P], and their masks [N, P]."""
+    prompts = []
+    with refuse_errors(f"cannot read --prompts {args.prompts}", OSError, UnicodeError):
+        lines = Path(str(args.prompts)).read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        place = f"{args.prompts}, line {number}"
+        with refuse_errors(f'{place} is not JSON such as {{"prompt": "..."}}', *WRONG_JSON):
+            prompt = json.loads(line)["prompt"]
+            refuse(not prompt.strip(), f"{place} has an empty prompt")
+        prompts.append(tokenizer.encode(prompt))
+    refuse(not prompts, f"{args.prompts} has no prompts")
+    return pad(prompts, "left", tokenizer.pad_token_id, args.device)
+
+
+def import_function(name: str) -> Callable:
+    """The function that `module:function` names; the module may be a file of the current folder."""
+    module, _, function = name.partition(":")
+    sys.path.insert(0, "")
+    with refuse_errors(f"cannot import --reward-function {name}", Exception):
+        return getattr(importlib.import_module(module), function)
+
+
+def call_reward_function(function: Callable, prompts: list[str], responses: list[str]) -> Tensor:
+    """Scores [B] of B texts. Raises `Refused` if the function fails, or returns something else."""
+    with refuse_errors("the reward function failed", Exception):
+        scores = torch.as_tensor(function(prompts, responses), dtype=torch.float32)
+    wrong = scores.shape != (len(prompts),) or not scores.isfinite().all()
+    refuse(wrong, f"the reward function must return {len(prompts)} finite numbers; it returned {scores}")
+    return scores
+
+
+# ------------------------------------------------- Advice --------------------------------------------------
+
+ADVICE = [  # name; after so many iterations in a row; in which this holds for the metrics; what to do
+    ("hacking", 3, lambda m, *_: m["objective/surprise"] > 0.2,
+     "over 20% of responses would surprise the reference: is the reward model exploited? raise --kl-coef"),
+    ("drift", 10, lambda m, *_: 0.05 < m["objective/surprise"] <= 0.2,
+     "over 5% of responses would surprise the reference: read some, and raise --kl-coef if they look odd"),
+    ("kl", 5, lambda m, *_: m["objective/kl"] > 10,
+     "KL to the reference > 10 nats: scores mean little this far from it; raise --kl-coef"),
+    ("falling", 10, lambda m, s, _: m["objective/scores"] > s.best["objective/scores"]
+     and m["objective/rlhf_reward"] < s.best["objective/rlhf_reward"] - 0.1 * s.first["objective/scores_std"],
+     "the score rises but score - β KL falls: the KL costs more than it gains; lower --learning-rate"),
+    ("length", 5, lambda m, s, _: m["response/length"] > 1.3 * s.first["response/length"],
+     "responses are 1.3 times as long as at first: does the reward model prefer length?"),
+    ("cut-off", 5, lambda m, *_: m["response/cut_off"] > 0.2,
+     "over 20% of responses have no stop token: raise --max-response-length or --missing-eos-penalty"),
+    ("mismatch", 1, lambda m, _, args: m["val/sampling_mismatch"] > (0.1 if args.bfloat16 else 1e-4),
+     "sampling and learning differ in log-probabilities: check temperature, padding and positions"),
+    ("ratio", 1, lambda m, *_: m["val/first_approxkl"] > 1e-6,
+     "the ratio is not 1 before the first gradient step: is dropout on?"),
+    ("entropy", 10, lambda m, s, _: m["policy/entropy_avg"] < 0.4 * s.first["policy/entropy_avg"],
+     "entropy below 40% of the first: responses become all alike; raise --kl-coef"),
+    ("critic", 10, lambda m, *_: m["val/explained_variance"] < 0,
+     "explained variance < 0: the critic is worse than a constant; raise --vf-coef"),
+]  # fmt: skip
+
+
+def diagnose(metrics: dict[str, float], args: Args, state: State) -> list[str]:
+    """The advice that has now applied long enough, each given once. Raises `Diverged`."""
+    if not all(math.isfinite(value) for value in metrics.values()):
+        raise Diverged("a metric is not finite: lower --learning-rate, look for huge scores")
+    if metrics["objective/rlhf_reward"] >= state.best.get("objective/rlhf_reward", -math.inf):
+        state.best = metrics
+    messages = []
+    for name, iterations, applies, text in ADVICE:
+        streak = state.streaks.get(name, 0)
+        if streak < iterations:  # not given yet
+            state.streaks[name] = streak + 1 if applies(metrics, state, args) else 0
+            if state.streaks[name] == iterations:
+                messages.append(f"[{name}] {text}")
+    return messages
+
+
+def plan(args: Args) -> str:
+    """What a run with these settings does."""
+    scorer = args.reward_function or args.reward_model or f"learnt from {COMPARISONS:,} comparisons"
+    epochs, parts, size = args.update_epochs, args.num_minibatches, args.batch_size // args.num_minibatches
+    target = f", adapted to keep a KL of {args.kl_target:g}" if args.kl_target else ""
+    return f"""{args.model or "reviews"}: {args.total_episodes:,.0f} responses, seed {args.seed}
+rewards    {scorer}
+rollout    {args.batch_size} responses of at most {args.max_response_length} tokens
+update     {epochs} epochs x {parts} minibatches of {size} = {epochs * parts} gradient steps
+schedules  learning rate {args.learning_rate:g} to 0, KL coefficient {args.kl_coef:g}{target}"""
+
+
+# ------------------------------------------------- Logging and checkpoints ---------------------------------
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Print. If that fails, as where the output goes to `head` or to a full disk, training continues."""
+    try:
+        print(text, end=end, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def report(stage: str, start: float) -> None:
+    """Print what a stage has done, and its seconds; of several processes, the first one does."""
+    rank, _ = world()
+    if rank == 0:
+        say(f"{stage:<70} {time.monotonic() - start:4.0f} s")
+
+
+class Run:
+    """The folder of a run, with TensorBoard's curves and the checkpoint, and its progress on the terminal."""
+
+    def __init__(self, args: Args, models: Models, optimizer: Adam, state: State):
+        self.args, self.models, self.optimizer, self.state = args, models, optimizer, state
+        task = Path(args.model or "reviews").name
+        name = f"{task}__{Path(__file__).stem}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+        self.path = Path(args.resume or Path("runs", name, "checkpoint.pt"))
+        with refuse_errors(f"cannot start a run in {self.path.parent}", OSError):
+            # On --resume, TensorBoard drops what was logged after the checkpoint: nothing appears twice.
+            purge_step = state.episodes + 1 if args.resume else None
+            self.writer: Any = SummaryWriter(str(self.path.parent), max_queue=1000, purge_step=purge_step)
+        settings = "\n".join(f"    {name} = {value}" for name, value in asdict(args).items())
+        self.writer.add_text("settings", settings)
+        self.start, self.first_episode, self.printed = time.monotonic(), state.episodes, 0.0
+        say(f"folder     {self.path.parent}")
+        self.save()
+
+    def log(self, batch: Batch, metrics: dict[str, float]) -> None:
+        """Write an iteration's metrics to TensorBoard, print the progress, and save a checkpoint when due."""
+        args, state, now = self.args, self.state, time.monotonic()
+        messages = diagnose(metrics, args, state)
+        for tag, value in (metrics | {"lr": state.learning_rate, "objective/kl_coef": state.kl_coef}).items():
+            self.writer.add_scalar(tag, value, state.episodes)
+        for message in messages:
+            self.writer.add_text("advice", message, state.episodes)
+        first, last = metrics is state.first, state.episodes >= args.total_episodes
+        if first or last or messages or now - self.printed >= 10:
+            self.printed = now
+            self.print_progress(metrics, messages)
+        if first or last or state.episodes // args.batch_size % 10 == 0:
+            samples = show(self.models.tokenizer, split(batch, 4)[0])
+            self.writer.add_text("responses", samples, state.episodes)
+            if first or last:
+                say(samples)
+        if now - self.saved >= args.checkpoint_seconds:
+            self.save()
+
+    def print_progress(self, metrics: dict[str, float], messages: list[str]) -> None:
+        """Print a line that fits 80 columns, and advice."""
+        done, total = self.state.episodes, self.args.total_episodes
+        speed = (done - self.first_episode) / (time.monotonic() - self.start)
+        left = int(max(total - done, 0) / speed)
+        line = f"{done:>9,} responses {min(done / total, 1):4.0%}  score {metrics['objective/scores']:+.2f}"
+        if "eval/gold" in metrics:
+            line += f"  taste {metrics['eval/gold']:+.2f}"
+        say(f"{line}  KL {metrics['objective/kl']:.2f}  {left // 60}:{left % 60:02} left")
+        for message in messages:
+            say(message)
+
+    def save(self) -> None:
+        """Write a checkpoint. If that fails, or the process is killed, the previous one is still there."""
+        content = {  # only types that `torch.load(..., weights_only=True)` accepts
+            "format": FORMAT,
+            "args": {name: getattr(self.args, name) for name in SAVED},
+            "state": asdict(self.state),
+            "weights": saved_weights(self.models, self.args),
+            "comparisons": self.models.comparisons,
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+        self.writer.flush()  # first, so that the curves have no gap where training resumes
+        torch.save(content, self.path.with_suffix(".tmp"))
+        self.path.with_suffix(".tmp").replace(self.path)
+        self.saved = time.monotonic()
+
+    def finish(self, stop: Sequence[int]) -> dict[str, Any]:
+        """Save the model, or compare it with the optimum, and say what can be done next."""
+        args, state, folder, start = self.args, self.state, self.path.parent, time.monotonic()
+        results: dict[str, Any] = {"checkpoint": str(self.path)}
+        self.save()
+        if args.model:
+            actor: Any = self.models.actor
+            actor.save_pretrained(folder / "model")
+            self.models.tokenizer.save_pretrained(folder / "model")
+            say(f"model      {folder / 'model'}")
+        elif not stop:
+            results |= compare_with_optimum(self.models, args, state.kl_coef)
+            self.writer.add_scalar("eval/share_of_optimum", results["share_of_optimum"], state.episodes)
+            for name in ("reference", "actor", "optimum"):
+                objective, kl = results[f"objective_{name}"], results[f"kl_{name}"]
+                score = objective + state.kl_coef * kl
+                say(f"{name:<10} {objective:+.3f} = score {score:.3f} - {state.kl_coef:g} x KL {kl:.3f}")
+            share, left_out = results["share_of_optimum"], results["left_out"]
+            report(
+                f"share      {share:.1%} of the optimum's gain; {left_out:.1%} of responses left out", start
+            )
+        if not stop:
+            say(f"curves     tensorboard --logdir {folder.parent}")
+        more = "" if stop else f" --total-episodes {2 * args.total_episodes:.0f}"
+        say(f"resume     {shlex.join(['python', sys.argv[0], '--resume', str(self.path)])}{more}")
+        self.writer.close()
+        return results
+
+
+def show(tokenizer: Any, batch: Batch) -> str:
+    """Scores, prompts and responses, a line each."""
+    lines = []
+    for value, prompt, response in zip(batch.scores, *texts(tokenizer, batch), strict=True):
+        lines.append(f"    {value:+.2f}  {prompt} [{response}]".replace("\n", " ")[:79])
+    return "\n".join(lines)
+
+
+FORMAT = "ppo-rlhf-1"
+# A checkpoint does not say which function to import: only the command line does.
+SAVED = {setting.name for setting in fields(Args)} - {"plan", "resume", "reward_function"}
+
+
+def trained_parameters(models: Models) -> list[dict[str, Any]]:
+    """The actor's and the critic's parameters, as two groups; what they share is in the first."""
+    actor = [p for p in models.actor.parameters() if p.requires_grad]
+    shared = {id(p) for p in actor}
+    critic = [p for p in models.critic.parameters() if p.requires_grad and id(p) not in shared]
+    return [{"params": actor}, {"params": critic}]
+
+
+def saved_weights(models: Models, args: Args) -> dict[str, Tensor]:
+    """The weights that a checkpoint has: all, or of real models those that are trained."""
+    return {name: p.detach() for name, p in models.named_parameters() if p.requires_grad or not args.model}
+
+
+def load_checkpoint(path: str | Path) -> dict[str, Any]:
+    """The content of a checkpoint. Other people's are safe to load: `weights_only` executes no code."""
+    with refuse_errors(f"{path} is not a checkpoint of this script", Exception):
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        refuse(content["format"] != FORMAT, f"its format is {content['format']}, not {FORMAT}")
+        content["args"] = Args(**{name: content["args"][name] for name in SAVED})
+    return content
+
+
+def restore(args: Args, models: Models, optimizer: Adam) -> State:
+    """Restore the training that --resume names. Raises `Refused` if it does not fit, or is complete."""
+    content, weights = load_checkpoint(str(args.resume)), saved_weights(models, args)
+    with refuse_errors(f"{args.resume} does not fit these settings", RuntimeError, ValueError):
+        refuse(content["weights"].keys() != weights.keys(), f"{args.resume} has other networks")
+        models.load_state_dict(content["weights"], strict=False)
+        optimizer.load_state_dict(content["optimizer"])
+    models.comparisons = content["comparisons"]
+    torch.set_rng_state(content["random"])
+    state = State(**content["state"])
+    if args.kl_coef != content["args"].kl_coef:  # a flag replaces what was adapted
+        state.kl_coef = args.kl_coef
+    done = state.episodes >= args.total_episodes
+    refuse(done, f"{args.resume} has done {state.episodes:,} responses; set --total-episodes to more")
+    return state
+
+
+# ------------------------------------------------- Command line --------------------------------------------
+
+BOUNDS = {  # settings outside these are nonsense
+    "batch_size update_epochs num_minibatches micro_batch_size max_response_length": (1, 1e6),
+    "total_episodes": (1, 1e15),
+    "learning_rate temperature kl_coef kl_target clip_coef max_grad_norm checkpoint_seconds": (1e-12, 1e6),
+    "gae_lambda": (0, 1),
+    "vf_coef missing_eos_penalty reward_model_updates lora_rank": (0, 1e6),
+    "seed": (0, 2**32 - 1),
+}
+
+
+REAL_ONLY = "reward_model", "reward_function", "prompts", "lora_rank", "gradient_checkpointing"
+
+
+def check_args(args: Args) -> None:
+    """Raise `Refused` for settings that cannot be right."""
+    for names, (low, high) in BOUNDS.items():
+        for name in names.split():
+            value = getattr(args, name)
+            wrong = value is not None and not low <= value <= high  # NaN fails every comparison
+            refuse(wrong, f"--{name.replace('_', '-')} is {value}; it must be from {low:g} to {high:g}")
+    parts = args.num_minibatches * world()[1]
+    refuse(args.batch_size % parts, f"--batch-size must be a multiple of minibatches x processes = {parts}")
+    real = [name for name in REAL_ONLY if getattr(args, name)]
+    if args.model:
+        refuse("prompts" not in real, "--model needs --prompts")
+        scorers = [name for name in real if name.startswith("reward")]
+        refuse(len(scorers) != 1, "--model needs either --reward-model or --reward-function")
+        refuse(args.learning_rate > 1e-4, "--model needs a --learning-rate of at most 1e-4; try 1e-6")
+        refuse(args.reward_model_updates, "--reward-model-updates is for the task made on the spot")
+        refuse(args.lora_rank and args.share_critic, "--lora-rank and --share-critic exclude each other")
+    else:
+        refuse(real, f"--{'-'.join(real[:1]).replace('_', '-')} needs --model")
+    with refuse_errors(f"--device {args.device} cannot be used; use cpu", RuntimeError, AssertionError):
+        torch.zeros(1, device=args.device)
+
+
+def parse_args(default: Args) -> Args:
+    """The settings of the command line; those that it does not name are the default's."""
+    groups, purpose = (Experiment, Task, Algorithm, Performance), __doc__.partition("\n  [PPO]")[0]
+    flags = make_dataclass("Flags", [(group.__name__, group) for group in groups])
+    values = (group(**{f.name: getattr(default, f.name) for f in fields(group)}) for group in groups)
+    parsed = tyro.cli(flags, default=flags(*values), description=purpose, config=(tyro.conf.OmitArgPrefixes,))
+    return Args(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
+
+
+def main() -> None:
+    """The command line. Exit status: 0 done, 1 failed, 2 refused, 128 + n stopped by signal n."""
+    for stream in (sys.stdout, sys.stderr):  # where a terminal has no β, print something else
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    stop: list[int] = []
+
+    def request_stop(number: int, _: Any) -> None:
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)  # the second signal acts at once
+
+    try:
+        args = parse_args(Args())
+        if args.resume:
+            args = parse_args(load_checkpoint(args.resume)["args"])
+        check_args(args)
+        if world()[0] == 0:
+            say(plan(args))
+        if args.plan:
+            for _, number, _, text in ADVICE:
+                say(f"advice     if {number:>2} times in a row: {text}")
+        else:
+            for name in {"SIGINT", "SIGTERM", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP
+                signal.signal(getattr(signal, name), request_stop)
+            train(args, stop)
+    except (Refused, Diverged) as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, Refused) else 1)
+    if stop:
+        sys.exit(128 + stop[0])
+
+
+if __name__ == "__main__":
+    main()
