@@ -40,7 +40,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -53,12 +53,9 @@ import numpy as np
 import torch
 import tyro
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
-from gymnasium.vector.utils import batch_space, iterate
 from torch import Tensor, nn
-from torch.optim import Adam
-from torch.optim.adam import adam
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
+from torch.optim.adam import Adam, adam
+from torch.utils.tensorboard import SummaryWriter, summary
 
 
 @dataclass
@@ -101,9 +98,7 @@ class Algorithm:
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
     clip_vloss: bool = False  # also clip the change of the value to ±ε ([Matters], §3)
     kl_coef: float = 1.0  # β: weight of the KL penalty
-    adapt: Literal["none", "kl-coef", "clip-coef", "learning-rate"] = (
-        "none"  # coefficient that keeps KL near --desired-kl
-    )
+    adapt: Literal["none", "kl-coef", "clip-coef", "learning-rate"] = "none"  # adapted to hold --desired-kl
     desired_kl: float = 0.01  # KL divergence per iteration that --adapt aims at, in nats
     target_kl: float | None = None  # stop an iteration's epochs once its KL divergence exceeds this
     ent_coef: float = 0.01  # weight of the entropy bonus
@@ -264,7 +259,6 @@ class State:
     global_step: int = 0  # transitions so far
     recent_returns: list[float] = field(default_factory=list)  # of the last 100 episodes
     first_return: float = math.nan  # mean return of the first episodes
-    max_kl: float = 0.0  # largest KL divergence of an iteration
     streaks: dict[str, int] = field(default_factory=dict)  # iterations in a row that each advice applied
 
 
@@ -331,9 +325,8 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout) -> None:
         for t, step_noise in enumerate(noise):
             sampled, rollout.acting_policy = agent.act(obs[t], step_noise)
             actions[t] = sampled.cpu().numpy()
-            obs[t + 1], rewards[t], terminated[t], truncated[t], _ = envs.step(
-                actions[t] + agent.first_action
-            )
+            results = envs.step(actions[t] + agent.first_action)
+            obs[t + 1], rewards[t], terminated[t], truncated[t], _ = results
     finally:  # first of all: if an environment failed, this may be why
         check_finite(rollout)
     valid[1:] = ~(terminated | truncated)[:-1]
@@ -459,15 +452,13 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
     torch.set_num_threads(args.num_threads)
     env_seed = seed_everything(args.seed)
     envs = make_envs(args)
-    with refuse_errors(
-        "lower --hidden-size, --num-envs or --num-steps", MemoryError, RuntimeError, about="alloc"
-    ):
+    with refuse_errors("lower --hidden-size or --num-steps", MemoryError, RuntimeError, about="alloc"):
         agent = Agent(args, envs.single_observation_space, envs.single_action_space).to(args.device)
         rollout = Rollout(args, agent)
     optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     state = State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
     if args.resume:
-        state = restore(args, agent, optimizer)
+        restore(args, agent, optimizer, state)
     step: Callable = partial(gradient_step, agent, optimizer, args, state)
     if args.compile:
         step = compile_gradient_step(agent, optimizer, args, state)
@@ -519,7 +510,8 @@ def refuse_errors(reason: str, *kinds: type[Exception], about: str = "") -> Iter
 
 def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: State) -> Callable:
     """`gradient_step` as one graph. Adam is a function here: `optimizer.step()` cannot be part of a graph."""
-    torch._dynamo.config.trace_autograd_ops = True  # or `torch.autograd.grad` could not be part of it, either
+    with refuse_errors("--compile needs PyTorch 2.13", AttributeError):
+        torch._dynamo.config.trace_autograd_ops = True  # or `torch.autograd.grad` could not be part of it
     torch.fx.experimental._config.use_duck_shape = False  # sizes that are equal at first may differ later
     (group,) = optimizer.param_groups
     parameters = [p for p in group["params"] if p.requires_grad]
@@ -529,9 +521,8 @@ def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: Stat
     averages = [optimizer.state[p]["exp_avg"] for p in parameters]
     squares = [optimizer.state[p]["exp_avg_sq"] for p in parameters]
     steps: Any = [optimizer.state[p]["step"] for p in parameters]
-    beta1, beta2 = group["betas"]
-    settings: Any = {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "weight_decay": 0.0}
-    settings |= {"amsgrad": False, "maximize": False}
+    settings: Any = {name: group[name] for name in ("eps", "weight_decay", "amsgrad", "maximize")}
+    settings["beta1"], settings["beta2"] = group["betas"]
     # As tensors, the coefficients can change without compiling anew.
     tensors: Any = [torch.tensor(getattr(state, name)) for name in COEFFICIENTS]
     coefficients = State(*tensors)
@@ -542,9 +533,8 @@ def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: Stat
         grad_norm = nn.utils.get_total_norm(gradients, foreach=False)
         scale = (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)
         clipped: Any = [gradient * scale for gradient in gradients]
-        lr = coefficients.learning_rate
         with torch.no_grad():
-            adam(parameters, clipped, averages, squares, [], steps, lr=lr, **settings)
+            adam(parameters, clipped, averages, squares, [], steps, lr=coefficients.learning_rate, **settings)
         return torch.cat([metrics, grad_norm.unsqueeze(0)])
 
     def check_shapes_only(guards: Sequence[Any]) -> list[bool]:
@@ -567,10 +557,8 @@ def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: Stat
 
 def make_env(args: Args, **kwargs: Any) -> gym.Env:
     """One environment. To train on a class of your own, put `MyEnv()` in the place of `gym.make(...)`."""
-    wrong_argument = refuse_errors(
-        "--env-kwargs does not fit", TypeError, about="unexpected keyword argument"
-    )
-    with refuse_errors(f"cannot make {args.env_id}", gym.error.Error, ModuleNotFoundError), wrong_argument:
+    bad_argument = refuse_errors("--env-kwargs does not fit", TypeError, about="unexpected keyword argument")
+    with refuse_errors(f"cannot make {args.env_id}", gym.error.Error, ModuleNotFoundError), bad_argument:
         return gym.make(args.env_id, **parse_kwargs(args.env_kwargs), **kwargs)
 
 
@@ -595,8 +583,7 @@ def make_flat_env(args: Args, index: int) -> gym.Env:
     def flatten(obs: Any) -> Any:
         flat = gym.spaces.flatten(space, obs)
         if len(flat) != size:
-            numbers = f"an observation of {len(flat)} numbers; by its space, it has {size}"
-            raise ValueError(f"environment {index} returned {numbers}")
+            raise ValueError(f"environment {index} returned {len(flat)} numbers; its space has {size}")
         return flat
 
     return gym.wrappers.TransformObservation(env, flatten, gym.spaces.flatten_space(space))
@@ -617,24 +604,20 @@ def make_envs(args: Args) -> VectorEnv:
     other = ": use ppo_continuous.py" if isinstance(actions, gym.spaces.Box) else ""
     refuse(not isinstance(actions, gym.spaces.Discrete), f"its actions are {actions}, not Discrete{other}")
     refuse(not obs.is_np_flattenable, f"its observations do not flatten to a vector: {obs}")
-    envs = None
     if spec and spec.vector_entry_point and len(obs.shape or ()) == 1 and not args.async_envs:
-        mode: Any = {"vectorization_mode": "vector_entry_point"}
-        envs = gym.make_vec(args.env_id, args.num_envs, **mode, **parse_kwargs(args.env_kwargs))
-    if envs is None or envs.metadata.get("autoreset_mode") is not AutoresetMode.NEXT_STEP:
-        vectorize = AsyncVectorEnv if args.async_envs else SyncVectorEnv
-        makers = [partial(make_flat_env, args, index) for index in range(args.num_envs)]
-        envs = vectorize(makers, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
-    return envs
+        envs = gym.make_vec(args.env_id, args.num_envs, **parse_kwargs(args.env_kwargs))
+        if envs.metadata.get("autoreset_mode") is AutoresetMode.NEXT_STEP:
+            return envs
+    vectorize = AsyncVectorEnv if args.async_envs else SyncVectorEnv
+    makers = [partial(make_flat_env, args, index) for index in range(args.num_envs)]
+    return vectorize(makers, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
 
 
 def check_finite(rollout: Rollout) -> None:
     """Raise `ValueError` if an observation or a reward is not finite."""
     finite: Any = np.isfinite(rollout.obs).all(-1)
     for t, n in np.argwhere(~(finite[:-1] & finite[1:] & np.isfinite(rollout.rewards)))[:1]:
-        values = (
-            f"from observation {rollout.obs[t, n]} to {rollout.obs[t + 1, n]}, reward {rollout.rewards[t, n]}"
-        )
+        values = f"from {rollout.obs[t, n]} to {rollout.obs[t + 1, n]}, reward {rollout.rewards[t, n]}"
         raise ValueError(f"environment {n} returned a value that is not finite in step {t}: {values}")
 
 
@@ -648,22 +631,22 @@ def seed_everything(seed: int) -> int:
 
 # ------------------------------------------------- Advice --------------------------------------------------
 
-ADVICE = [  # name; after so many iterations in a row; in which this holds for the metrics; what to do
+ADVICE = [  # name; after so many iterations in a row; in which this holds (see `diagnose`); what to do
     ("explosion", 1, lambda m: m["kl"] > 1,
      "KL > 1 in one iteration: the update was far too large; start again with a lower --learning-rate"),
-    ("kl", 5, lambda m: m["kl"] > m["kl_limit"],
-     "KL > 0.05, or than twice --desired-kl: updates are too large; lower --learning-rate"),
-    ("clipping", 10, lambda m: m["clipped"] > 0.4,
+    ("kl", 5, lambda m: m["kl"] > max(0.05, 2 * m["desired_kl"]),
+     "KL > 0.05, and over twice --desired-kl: updates are too large; lower --learning-rate"),
+    ("clipping", 10, lambda m: m["clipfrac"] > 0.4 and m["surrogate"] == "clip",
      "clip fraction > 0.4: the ratio is outside 1 ± ε too often; lower --learning-rate"),
-    ("idle", 20, lambda m: m["progress"] < 0.5 and m["kl"] < 1e-6 and m["max_kl"] < 1,
+    ("idle", 20, lambda m: m["progress"] < 0.5 and m["kl"] < 1e-6 and not m["exploded"],
      "KL < 1e-6 in the first half of training: the policy hardly changes; raise --learning-rate"),
     ("critic", 20, lambda m: m["explained_variance"] < 0 and m["critic_error"] > 0.1
-     and m["progress"] > 0.1 and m["max_kl"] < 1,
+     and m["progress"] > 0.1 and not m["exploded"],
      "explained variance < 0: the critic is worse than a constant; raise --vf-coef"),
-    ("collapse", 10, lambda m: m["entropy"] < 0.05 and m["improvement"] <= 0 and m["max_kl"] < 1,
+    ("collapse", 10, lambda m: m["entropy"] < 0.05 and m["improvement"] <= 0 and not m["exploded"],
      "entropy < 0.05, and returns no better than at first: exploration has stopped; raise --ent-coef"),
     ("random", 10, lambda m: m["relative_entropy"] > 0.95 and m["progress"] > 0.5
-     and m["ent_coef"] > 0 and m["max_kl"] > 1e-6,
+     and m["ent_coef"] > 0 and m["kl"] > 1e-6,
      "entropy within 5% of its maximum after half of training: the policy is still random; lower --ent-coef"),
     ("rewards", 1, lambda m: m["reward_range"] > 1000 and m["reward_max"] >= 10,
      "a reward is over 1000 times the median: the others hardly count; clip rewards in the environment"),
@@ -676,17 +659,15 @@ def diagnose(metrics: dict[str, float], args: Args, state: State) -> list[str]:
     """The advice that has now applied long enough, each given once. Raises `Diverged`."""
     if not all(math.isfinite(metrics[name]) for name in ("policy_loss", "value_loss", "grad_norm", "kl")):
         raise Diverged("the loss or its gradient is not finite: lower --learning-rate, look for huge rewards")
-    state.max_kl = max(state.max_kl, metrics["kl"])
-    metrics = metrics | {"max_kl": state.max_kl, "progress": state.global_step / args.total_timesteps}
-    metrics["ent_coef"] = state.ent_coef
-    metrics["clipped"] = metrics["clipfrac"] if args.surrogate == "clip" else 0.0
-    metrics["kl_limit"] = 0.05 if args.adapt == "none" else max(0.05, 2 * args.desired_kl)
-    metrics["improvement"] = float(np.mean(state.recent_returns or math.nan)) - state.first_return
+    known = vars(args) | vars(state) | metrics  # what ADVICE looks at
+    known["progress"] = state.global_step / args.total_timesteps
+    known["improvement"] = np.mean(state.recent_returns or math.nan) - state.first_return
+    known["exploded"] = metrics["kl"] > 1 or state.streaks.get("explosion")
     messages = []
     for name, iterations, applies, text in ADVICE:
         streak = state.streaks.get(name, 0)
         if streak < iterations:  # not given yet
-            state.streaks[name] = streak + 1 if applies(metrics) else 0
+            state.streaks[name] = streak + 1 if applies(known) else 0
             if state.streaks[name] == iterations:
                 messages.append(f"[{name}] {text}")
     return messages
@@ -695,12 +676,11 @@ def diagnose(metrics: dict[str, float], args: Args, state: State) -> list[str]:
 def plan(args: Args) -> str:
     """What a run with these settings does."""
     size, steps = args.num_envs * args.num_steps, args.update_epochs * args.num_minibatches
-    lr = f"{args.learning_rate:g}{' to 0' * args.anneal_lr}"
-    ent_coef = f"{args.ent_coef:g}{' to 0' * args.anneal_ent_coef}"
     return f"""{args.env_id}: {args.total_timesteps:,.0f} steps, rounded up to rollouts, seed {args.seed}
 rollout    {args.num_envs} environments x {args.num_steps} steps = {size:,} transitions, less those that reset
 update     {args.update_epochs} epochs x {args.num_minibatches} minibatches = {steps} gradient steps
-schedules  learning rate {lr}, adapt {args.adapt}, entropy coefficient {ent_coef}"""
+schedules  learning rate {args.learning_rate:g}{" to 0" * args.anneal_lr}, adapt {args.adapt}
+           entropy coefficient {args.ent_coef:g}{" to 0" * args.anneal_ent_coef}"""
 
 
 # ------------------------------------------------- Logging and checkpoints ---------------------------------
@@ -714,7 +694,7 @@ def say(text: str, end: str = "\n") -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class Run:
+class Run(AbstractContextManager):
     """The folder of a run, with TensorBoard's curves and the checkpoint, and its progress on the terminal.
 
     A `with` block closes the environments, and after an exception says how to resume.
@@ -736,17 +716,13 @@ class Run:
                     name=folder.name, id=folder.name, resume="allow", sync_tensorboard=True,
                 )  # fmt: skip
             # On --resume, TensorBoard drops what was logged after the checkpoint: nothing appears twice.
-            purge_step = state.global_step + 1 if args.resume else None
-            self.writer: Any = SummaryWriter(str(folder), max_queue=1000, purge_step=purge_step)
+            self.writer: Any = SummaryWriter(str(folder), max_queue=1000, purge_step=state.global_step + 1)
         settings = {setting.name: str(getattr(args, setting.name)) for setting in fields(Algorithm)}
-        for summary in hparams(settings, {"charts/episodic_return_100": 0, "eval/greedy_return": 0}):
-            self.writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
+        for part in summary.hparams(settings, {"charts/episodic_return_100": 0, "eval/greedy_return": 0}):
+            self.writer.file_writer.add_summary(part)  # type: ignore[attr-defined]
         self.start, self.first_step, self.printed = 0.0, 0, 0.0
         say(f"{plan(args)}\nfolder     {folder}")
         self.save()
-
-    def __enter__(self) -> Run:
-        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if sys.stdout.isatty():
@@ -766,9 +742,8 @@ class Run:
         if not self.start:  # the first iteration may compile: speed is measured from its end
             self.start, self.first_step = now, state.global_step
         speed = (state.global_step - self.first_step) / max(now - self.start, 1e-9)
-        scalars = {f"losses/{name}": value for name, value in metrics.items()}
-        if speed > 0:
-            scalars["charts/SPS"] = speed
+        scalars = {"charts/SPS": speed} if speed > 0 else {}
+        scalars |= {f"losses/{name}": value for name, value in metrics.items()}
         scalars |= {f"charts/{name}": getattr(state, name) for name in COEFFICIENTS}
         for name, values in zip(("return", "length"), zip(*episodes, strict=True), strict=False):
             for suffix, statistic in (("", np.mean), ("_std", np.std), ("_min", np.min), ("_max", np.max)):
@@ -825,46 +800,47 @@ class Run:
 
 def print_progress(args: Args, state: State, kl: float, speed: float, messages: list[str]) -> None:
     """Print a line that fits 80 columns, and advice. On a terminal, the line is updated in place."""
-    step, total, live = state.global_step, args.total_timesteps, sys.stdout.isatty()
-    mean = (
-        f"return {np.mean(state.recent_returns):.1f}" if state.recent_returns else "no episode finished yet"
-    )
-    line = f"{step:>11,} steps {min(step / total, 1):4.0%}  {mean}  KL {kl:.4f}"
+    step, returns, live = state.global_step, state.recent_returns, sys.stdout.isatty()
+    mean = f"return {np.mean(returns):.1f}" if returns else "no episode finished yet"
+    line = f"{step:>11,} steps {min(step / args.total_timesteps, 1):4.0%}  {mean}  KL {kl:.4f}"
     if speed > 0:
-        left = max(int((total - step) / speed), 0)
+        left = max(int((args.total_timesteps - step) / speed), 0)
         line += f"  {speed:,.0f}/s  {left // 60}:{left % 60:02} left"
-    say(f"\r{line:<79.79}" if live else line, end="" if live and not messages else "\n")
-    for message in messages:
-        say(message)
+    line = f"\r{line:<79.79}" if live else line
+    say("\n".join([line, *messages]), end="" if live and not messages else "\n")
 
 
 FORMAT = "ppo-discrete-2"
 SAVED = ["exp_name", "seed", *(setting.name for setting in (*fields(Environment), *fields(Algorithm)))]
 
 
-def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The content of a checkpoint. Other people's are safe to load: `weights_only` executes no code."""
-    with refuse_errors(f"{path} is not a checkpoint of this script", Exception):
+def load_checkpoint(path: str | Path, trusted: str = "") -> dict[str, Any]:
+    """The content of a checkpoint. Other people's are safe to load: nothing in them is executed.
+
+    A module that its env_id names must have been imported already, unless that env_id is `trusted`.
+    """
+    with refuse_errors(f"{path} cannot be loaded as a checkpoint of this script", Exception):
         content = torch.load(path, map_location="cpu", weights_only=True)
         refuse(content["format"] != FORMAT, f"its format is {content['format']}, not {FORMAT}")
         content["args"] = Args(**{name: content["args"][name] for name in SAVED})
+        env_id = content["args"].env_id
+        foreign = ":" in env_id and env_id != trusted and env_id.partition(":")[0] not in sys.modules
+        refuse(foreign, f"it needs a module; if you trust it, import it, or add --env-id {env_id}")
     return content
 
 
-def restore(args: Args, agent: Agent, optimizer: Adam) -> State:
+def restore(args: Args, agent: Agent, optimizer: Adam, state: State) -> None:
     """Restore the training that --resume names. Raises `Refused` if it does not fit, or is complete."""
-    content = load_checkpoint(str(args.resume))
+    content = load_checkpoint(str(args.resume), args.env_id)
     with refuse_errors(f"{args.resume} does not fit these settings", RuntimeError):
         agent.load_state_dict(content["agent"])
     optimizer.load_state_dict(content["optimizer"])
     torch.set_rng_state(content["random"])
-    state, saved = State(**content["state"]), content["args"]
-    for name in COEFFICIENTS:
-        if getattr(args, name) != getattr(saved, name):  # a flag replaces what was adapted
-            setattr(state, name, getattr(args, name))
+    for name, value in content["state"].items():
+        if getattr(args, name, None) == getattr(content["args"], name, None):
+            setattr(state, name, value)  # not where a flag replaces a coefficient
     done = state.global_step >= args.total_timesteps
     refuse(done, f"{args.resume} has done {state.global_step:,} steps; set --total-timesteps to more")
-    return state
 
 
 def load_policy(path: str | Path, device: str = "cpu") -> Callable:
@@ -874,20 +850,17 @@ def load_policy(path: str | Path, device: str = "cpu") -> Callable:
     most likely ones, or samples. If a module registers the environment, import it before.
     """
     content = load_checkpoint(path)
-    args = content["args"]
-    module = args.env_id.rpartition(":")[0]
-    refuse(module and module not in sys.modules, f"{path} needs an environment of {module}: import it first")
-    env = gym.wrappers.FlattenObservation(make_env(args))
+    env = gym.wrappers.FlattenObservation(make_env(content["args"]))
     env.close()
     space = env.env.observation_space
-    agent = Agent(args, env.observation_space, env.action_space).to(device)
+    agent = Agent(content["args"], env.observation_space, env.action_space).to(device)
     with refuse_errors(f"{path} does not fit its settings", RuntimeError):
         agent.load_state_dict(content["agent"])
 
     @torch.inference_mode()
     def policy(obs: Any, sample: bool = False) -> Any:
         single = space.contains(obs) if space.shape is None else np.shape(obs) == space.shape
-        batch = [obs] if single else iterate(batch_space(space), obs)
+        batch = [obs] if single else gym.vector.utils.iterate(gym.vector.utils.batch_space(space), obs)
         flat = np.stack([np.asarray(gym.spaces.flatten(space, item)) for item in batch])
         noise = gumbel_noise(len(flat), agent.num_actions).to(device) if sample else 0.0
         actions = agent.act(flat, noise)[0].cpu().numpy() + agent.first_action
@@ -937,8 +910,7 @@ def check_args(args: Args) -> None:
             wrong = value is not None and not low <= value <= high  # NaN fails every comparison
             refuse(wrong, f"--{name.replace('_', '-')} is {value}; it must be from {low:g} to {high:g}")
     size, clip = args.num_envs * args.num_steps, args.surrogate == "clip"
-    many = 2 * args.num_minibatches > size
-    refuse(many, f"--num-minibatches must be at most {size // 2}: each needs 2 of {size} transitions")
+    refuse(2 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 2}, half a rollout")
     refuse(args.adapt == "clip-coef" and not clip, "--adapt clip-coef needs --surrogate clip")
     refuse(args.adapt == "kl-coef" and clip, "--adapt kl-coef needs --surrogate kl-penalty")
     refuse(args.target_entropy is not None and not args.ent_coef, "--target-entropy needs --ent-coef above 0")
@@ -946,8 +918,6 @@ def check_args(args: Args) -> None:
     refuse(both, "--target-entropy and --anneal-ent-coef exclude each other")
     refuse(args.resume and args.evaluate, "--resume and --evaluate exclude each other")
     refuse(args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy")
-    old = not hasattr(torch._dynamo.config, "trace_autograd_ops")
-    refuse(args.compile and old, "--compile needs PyTorch 2.13")
     with refuse_errors(f"--device {args.device} cannot be used; use cpu", RuntimeError, AssertionError):
         torch.zeros(1, device=args.device)
     if not args.allow_unsafe:
@@ -980,10 +950,7 @@ def main() -> None:
     try:
         args = parse_args(Args())
         if path := args.resume or args.evaluate:
-            saved = load_checkpoint(path)["args"]
-            foreign = ":" in saved.env_id and saved.env_id != args.env_id
-            refuse(foreign, f"{path} imports a module; if you trust it, add --env-id {saved.env_id}")
-            args = parse_args(saved)
+            args = parse_args(load_checkpoint(path, args.env_id)["args"])
         check_args(args)
         if args.plan:
             make_envs(replace(args, async_envs=False)).close()

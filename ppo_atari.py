@@ -44,7 +44,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -60,8 +60,7 @@ import tyro
 from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import Tensor, nn
 from torch.optim import Adam
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
+from torch.utils.tensorboard import SummaryWriter, summary
 
 
 @dataclass
@@ -106,9 +105,7 @@ class Algorithm:
     clip_coef: float = 0.1  # ε: the ratio of new to old probability is clipped to 1 ± ε
     clip_vloss: bool = False  # also clip the change of the value to ±ε ([Matters], §3)
     kl_coef: float = 1.0  # β: weight of the KL penalty
-    adapt: Literal["none", "kl-coef", "clip-coef", "learning-rate"] = (
-        "none"  # coefficient that keeps KL near --desired-kl
-    )
+    adapt: Literal["none", "kl-coef", "clip-coef", "learning-rate"] = "none"  # adapted to hold --desired-kl
     desired_kl: float = 0.01  # KL divergence per iteration that --adapt aims at, in nats
     target_kl: float | None = None  # stop an iteration's epochs once its KL divergence exceeds this
     ent_coef: float = 0.01  # weight of the entropy bonus
@@ -241,7 +238,6 @@ class State:
     global_step: int = 0  # transitions so far
     recent_returns: list[float] = field(default_factory=list)  # of the last 100 episodes
     first_return: float = math.nan  # mean return of the first episodes
-    max_kl: float = 0.0  # largest KL divergence of an iteration
     streaks: dict[str, int] = field(default_factory=dict)  # iterations in a row that each advice applied
 
 
@@ -339,9 +335,8 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, dict[
     batch = Batch(*(column.flatten(0, 1) for column in columns))  # from [T, N, ...] to [B, ...]
     errors = batch.returns - batch.values
     moments = errors, errors.square(), batch.returns, batch.returns.square(), entropy(batch.log_policy)
-    error, squared_error, mean_return, squared_return, mean_entropy = mean(
-        torch.stack(moments, 1), batch.weights
-    )
+    means = mean(torch.stack(moments, 1), batch.weights)
+    error, squared_error, mean_return, squared_return, mean_entropy = means
     unexplained = (squared_error - error.square()) / (squared_return - mean_return.square())
     sizes = np.abs(rollout.rewards[rollout.rewards != 0])
     difference = (agent(batch.obs[:64])[0] - batch.log_policy[:64]).abs().max().item()  # a sample, for speed
@@ -438,7 +433,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
     optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     state = State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
     if args.resume:
-        state = restore(args, agent, optimizer)
+        restore(args, agent, optimizer, state)
     if args.compile:
         agent.compile(mode="reduce-overhead", dynamic=False)
     step: Callable = partial(gradient_step, agent, optimizer, args, state)
@@ -639,22 +634,22 @@ def seed_everything(seed: int) -> int:
 
 # ------------------------------------------------- Advice --------------------------------------------------
 
-ADVICE = [  # name; after so many iterations in a row; in which this holds for the metrics; what to do
+ADVICE = [  # name; after so many iterations in a row; in which this holds (see `diagnose`); what to do
     ("explosion", 1, lambda m: m["kl"] > 1,
      "KL > 1 in one iteration: the update was far too large; start again with a lower --learning-rate"),
-    ("kl", 5, lambda m: m["kl"] > m["kl_limit"],
-     "KL > 0.05, or than twice --desired-kl: updates are too large; lower --learning-rate"),
-    ("clipping", 10, lambda m: m["clipped"] > 0.4,
+    ("kl", 5, lambda m: m["kl"] > max(0.05, 2 * m["desired_kl"]),
+     "KL > 0.05, and over twice --desired-kl: updates are too large; lower --learning-rate"),
+    ("clipping", 10, lambda m: m["clipfrac"] > 0.4 and m["surrogate"] == "clip",
      "clip fraction > 0.4: the ratio is outside 1 ± ε too often; lower --learning-rate"),
-    ("idle", 20, lambda m: m["progress"] < 0.5 and m["kl"] < 1e-6 and m["max_kl"] < 1,
+    ("idle", 20, lambda m: m["progress"] < 0.5 and m["kl"] < 1e-6 and not m["exploded"],
      "KL < 1e-6 in the first half of training: the policy hardly changes; raise --learning-rate"),
     ("critic", 20, lambda m: m["explained_variance"] < 0 and m["critic_error"] > 0.1
-     and m["progress"] > 0.1 and m["max_kl"] < 1,
+     and m["progress"] > 0.1 and not m["exploded"],
      "explained variance < 0: the critic is worse than a constant; raise --vf-coef"),
-    ("collapse", 10, lambda m: m["entropy"] < 0.05 and m["improvement"] <= 0 and m["max_kl"] < 1,
+    ("collapse", 10, lambda m: m["entropy"] < 0.05 and m["improvement"] <= 0 and not m["exploded"],
      "entropy < 0.05, and returns no better than at first: exploration has stopped; raise --ent-coef"),
     ("random", 10, lambda m: m["relative_entropy"] > 0.95 and m["progress"] > 0.5
-     and m["ent_coef"] > 0 and m["max_kl"] > 1e-6,
+     and m["ent_coef"] > 0 and m["kl"] > 1e-6,
      "entropy within 5% of its maximum after half of training: the policy is still random; lower --ent-coef"),
     ("rewards", 1, lambda m: m["reward_range"] > 1000 and m["reward_max"] >= 10,
      "a reward is over 1000 times the median: the others hardly count; clip rewards in the environment"),
@@ -667,17 +662,15 @@ def diagnose(metrics: dict[str, float], args: Args, state: State) -> list[str]:
     """The advice that has now applied long enough, each given once. Raises `Diverged`."""
     if not all(math.isfinite(metrics[name]) for name in ("policy_loss", "value_loss", "grad_norm", "kl")):
         raise Diverged("the loss or its gradient is not finite: lower --learning-rate, look for huge rewards")
-    state.max_kl = max(state.max_kl, metrics["kl"])
-    metrics = metrics | {"max_kl": state.max_kl, "progress": state.global_step / args.total_timesteps}
-    metrics["ent_coef"] = state.ent_coef
-    metrics["clipped"] = metrics["clipfrac"] if args.surrogate == "clip" else 0.0
-    metrics["kl_limit"] = 0.05 if args.adapt == "none" else max(0.05, 2 * args.desired_kl)
-    metrics["improvement"] = float(np.mean(state.recent_returns or math.nan)) - state.first_return
+    known = vars(args) | vars(state) | metrics  # what ADVICE looks at
+    known["progress"] = state.global_step / args.total_timesteps
+    known["improvement"] = np.mean(state.recent_returns or math.nan) - state.first_return
+    known["exploded"] = metrics["kl"] > 1 or state.streaks.get("explosion")
     messages = []
     for name, iterations, applies, text in ADVICE:
         streak = state.streaks.get(name, 0)
         if streak < iterations:  # not given yet
-            state.streaks[name] = streak + 1 if applies(metrics) else 0
+            state.streaks[name] = streak + 1 if applies(known) else 0
             if state.streaks[name] == iterations:
                 messages.append(f"[{name}] {text}")
     return messages
@@ -686,12 +679,11 @@ def diagnose(metrics: dict[str, float], args: Args, state: State) -> list[str]:
 def plan(args: Args) -> str:
     """What a run with these settings does."""
     size, steps = args.num_envs * args.num_steps, args.update_epochs * args.num_minibatches
-    lr = f"{args.learning_rate:g}{' to 0' * args.anneal_lr}"
-    ent_coef = f"{args.ent_coef:g}{' to 0' * args.anneal_ent_coef}"
     return f"""{args.env_id}: {args.total_timesteps:,.0f} steps, rounded up to rollouts, seed {args.seed}
 rollout    {args.num_envs} environments x {args.num_steps} steps = {size:,} transitions, less those that reset
 update     {args.update_epochs} epochs x {args.num_minibatches} minibatches = {steps} gradient steps
-schedules  learning rate {lr}, adapt {args.adapt}, entropy coefficient {ent_coef}"""
+schedules  learning rate {args.learning_rate:g}{" to 0" * args.anneal_lr}, adapt {args.adapt}
+           entropy coefficient {args.ent_coef:g}{" to 0" * args.anneal_ent_coef}"""
 
 
 # ------------------------------------------------- Logging and checkpoints ---------------------------------
@@ -705,7 +697,7 @@ def say(text: str, end: str = "\n") -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class Run:
+class Run(AbstractContextManager):
     """The folder of a run, with TensorBoard's curves and the checkpoint, and its progress on the terminal.
 
     A `with` block closes the environments, and after an exception says how to resume.
@@ -727,11 +719,10 @@ class Run:
                     name=folder.name, id=folder.name, resume="allow", sync_tensorboard=True,
                 )  # fmt: skip
             # On --resume, TensorBoard drops what was logged after the checkpoint: nothing appears twice.
-            purge_step = state.global_step + 1 if args.resume else None
-            self.writer: Any = SummaryWriter(str(folder), max_queue=1000, purge_step=purge_step)
+            self.writer: Any = SummaryWriter(str(folder), max_queue=1000, purge_step=state.global_step + 1)
         settings = {setting.name: str(getattr(args, setting.name)) for setting in fields(Algorithm)}
-        for summary in hparams(settings, {"charts/episodic_return_100": 0, "eval/greedy_return": 0}):
-            self.writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
+        for part in summary.hparams(settings, {"charts/episodic_return_100": 0, "eval/greedy_return": 0}):
+            self.writer.file_writer.add_summary(part)  # type: ignore[attr-defined]
         self.start, self.first_step, self.printed = 0.0, 0, 0.0
         say(f"{plan(args)}\nfolder     {folder}")
         self.save()
@@ -754,9 +745,8 @@ class Run:
         if not self.start:  # the first iteration may compile: speed is measured from its end
             self.start, self.first_step = now, state.global_step
         speed = (state.global_step - self.first_step) / max(now - self.start, 1e-9)
-        scalars = {f"losses/{name}": value for name, value in metrics.items()}
-        if speed > 0:
-            scalars["charts/SPS"] = speed
+        scalars = {"charts/SPS": speed} if speed > 0 else {}
+        scalars |= {f"losses/{name}": value for name, value in metrics.items()}
         scalars |= {f"charts/{name}": getattr(state, name) for name in COEFFICIENTS}
         for name, values in zip(("return", "length"), zip(*episodes, strict=True), strict=False):
             for suffix, statistic in (("", np.mean), ("_std", np.std), ("_min", np.min), ("_max", np.max)):
@@ -813,46 +803,47 @@ class Run:
 
 def print_progress(args: Args, state: State, kl: float, speed: float, messages: list[str]) -> None:
     """Print a line that fits 80 columns, and advice. On a terminal, the line is updated in place."""
-    step, total, live = state.global_step, args.total_timesteps, sys.stdout.isatty()
-    mean = (
-        f"return {np.mean(state.recent_returns):.1f}" if state.recent_returns else "no episode finished yet"
-    )
-    line = f"{step:>11,} steps {min(step / total, 1):4.0%}  {mean}  KL {kl:.4f}"
+    step, returns, live = state.global_step, state.recent_returns, sys.stdout.isatty()
+    mean = f"return {np.mean(returns):.1f}" if returns else "no episode finished yet"
+    line = f"{step:>11,} steps {min(step / args.total_timesteps, 1):4.0%}  {mean}  KL {kl:.4f}"
     if speed > 0:
-        left = max(int((total - step) / speed), 0)
+        left = max(int((args.total_timesteps - step) / speed), 0)
         line += f"  {speed:,.0f}/s  {left // 60}:{left % 60:02} left"
-    say(f"\r{line:<79.79}" if live else line, end="" if live and not messages else "\n")
-    for message in messages:
-        say(message)
+    line = f"\r{line:<79.79}" if live else line
+    say("\n".join([line, *messages]), end="" if live and not messages else "\n")
 
 
 FORMAT = "ppo-atari-2"
 SAVED = ["exp_name", "seed", *(setting.name for setting in (*fields(Environment), *fields(Algorithm)))]
 
 
-def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The content of a checkpoint. Other people's are safe to load: `weights_only` executes no code."""
-    with refuse_errors(f"{path} is not a checkpoint of this script", Exception):
+def load_checkpoint(path: str | Path, trusted: str = "") -> dict[str, Any]:
+    """The content of a checkpoint. Other people's are safe to load: nothing in them is executed.
+
+    A module that its env_id names must have been imported already, unless that env_id is `trusted`.
+    """
+    with refuse_errors(f"{path} cannot be loaded as a checkpoint of this script", Exception):
         content = torch.load(path, map_location="cpu", weights_only=True)
         refuse(content["format"] != FORMAT, f"its format is {content['format']}, not {FORMAT}")
         content["args"] = Args(**{name: content["args"][name] for name in SAVED})
+        env_id = content["args"].env_id
+        foreign = ":" in env_id and env_id != trusted and env_id.partition(":")[0] not in sys.modules
+        refuse(foreign, f"it needs a module; if you trust it, import it, or add --env-id {env_id}")
     return content
 
 
-def restore(args: Args, agent: Agent, optimizer: Adam) -> State:
+def restore(args: Args, agent: Agent, optimizer: Adam, state: State) -> None:
     """Restore the training that --resume names. Raises `Refused` if it does not fit, or is complete."""
-    content = load_checkpoint(str(args.resume))
+    content = load_checkpoint(str(args.resume), args.env_id)
     with refuse_errors(f"{args.resume} does not fit these settings", RuntimeError):
         agent.load_state_dict(content["agent"])
     optimizer.load_state_dict(content["optimizer"])
     torch.set_rng_state(content["random"])
-    state, saved = State(**content["state"]), content["args"]
-    for name in COEFFICIENTS:
-        if getattr(args, name) != getattr(saved, name):  # a flag replaces what was adapted
-            setattr(state, name, getattr(args, name))
+    for name, value in content["state"].items():
+        if getattr(args, name, None) == getattr(content["args"], name, None):
+            setattr(state, name, value)  # not where a flag replaces a coefficient
     done = state.global_step >= args.total_timesteps
     refuse(done, f"{args.resume} has done {state.global_step:,} steps; set --total-timesteps to more")
-    return state
 
 
 def load_policy(path: str | Path, device: str = "cpu") -> Callable:
@@ -900,12 +891,10 @@ def evaluate(path: Path, args: Args) -> np.ndarray:
             break
     envs.close()
     if args.capture_video:
-        from moviepy.video.io.ImageSequenceClip import ImageSequenceClip
+        from gymnasium.utils.save_video import save_video
 
         screen.close()
-        video = path.parent / "videos" / "game.mp4"
-        video.parent.mkdir(exist_ok=True)
-        ImageSequenceClip(frames, fps=15).write_videofile(str(video), logger=None)
+        save_video(frames, str(path.parent / "videos"), fps=15)
     spread = f"± {returns.std():.1f}, from {returns.min():.1f} to {returns.max():.1f}"
     say(f"evaluation return {returns.mean():.1f} {spread}, {len(returns)} episodes")
     return returns
@@ -936,8 +925,7 @@ def check_args(args: Args) -> None:
     unequal = f"--num-envs is {args.num_envs}, which {processes} processes cannot share equally"
     refuse(args.num_envs % processes, f"{unequal}; use a multiple of {processes}")
     size, clip = args.num_envs // processes * args.num_steps, args.surrogate == "clip"
-    many = 2 * args.num_minibatches > size
-    refuse(many, f"--num-minibatches must be at most {size // 2}: each needs 2 of {size} transitions")
+    refuse(2 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 2}, half a rollout")
     refuse(args.adapt == "clip-coef" and not clip, "--adapt clip-coef needs --surrogate clip")
     refuse(args.adapt == "kl-coef" and clip, "--adapt kl-coef needs --surrogate kl-penalty")
     refuse(args.target_entropy is not None and not args.ent_coef, "--target-entropy needs --ent-coef above 0")
@@ -982,7 +970,7 @@ def main() -> None:
     try:
         args = parse_args(Args())
         if path := args.resume or args.evaluate:
-            args = parse_args(load_checkpoint(path)["args"])
+            args = parse_args(load_checkpoint(path, args.env_id)["args"])
         check_args(args)
         if rank > 0 and (args.plan or args.evaluate):
             return  # the first process does it alone

@@ -1,5 +1,6 @@
 """A process of the tests of torchrun, in test_atari.py: `python atari_worker.py <what> <folder>`."""
 
+import contextlib
 import copy
 import os
 import sys
@@ -88,5 +89,8 @@ if __name__ == "__main__":
     results = globals()[sys.argv[1]]()
     torch.save(results, folder / "results.pt")
     if sys.platform == "linux":
-        threads = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+        threads = []
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # a thread may end meanwhile
+                threads.append(task.joinpath("comm").read_text().strip())
         assert not [name for name in threads if "gloo" in name], threads  # one that outlives Python aborts it

@@ -23,9 +23,9 @@ DIFFERENT = {  # script: units of ppo.py that differ there on purpose, or are ab
     "make_envs ADVICE FORMAT load_policy BOUNDS check_args",
     "ppo_atari.py": "mlp RunningMoments RunningMoments.__init__ RunningMoments.update Agent Agent.__init__ "
     "Agent.normalize Agent.log_policy Agent.value Agent.act Batch ppo_loss Rollout Rollout.__init__ "
-    "collect_rollout finished_episodes scale_rewards make_batch gradient_step compile_gradient_step distance_moved update "
-    "train make_env make_flat_env make_envs check_finite "
-    "Run.__enter__ Run.__exit__ FORMAT load_policy evaluate BOUNDS check_args main",
+    "collect_rollout finished_episodes scale_rewards make_batch gradient_step compile_gradient_step "
+    "distance_moved update train make_env make_flat_env make_envs check_finite Run.__exit__ FORMAT "
+    "load_policy evaluate BOUNDS check_args main",
 }
 
 

@@ -16,8 +16,8 @@ HEALTHY = {
 # training that is done; it is 0.3 where it is not given.
 ROWS = [
     ("explosion", 1, {"kl": 1.1}, [{"kl": 0.9}]),
-    ("kl", 5, {"kl": 0.07}, [{"kl": 0.04}]),
-    ("clipping", 10, {"clipfrac": 0.41}, [{"clipfrac": 0.39}]),
+    ("kl", 5, {"kl": 0.07}, [{"kl": 0.04}, {"desired_kl": 0.04}]),
+    ("clipping", 10, {"clipfrac": 0.41}, [{"clipfrac": 0.39}, {"surrogate": "kl-penalty"}]),
     ("idle", 20, {"kl": 9e-7}, [{"kl": 1.1e-6}, {"progress": 0.6}]),
     ("critic", 20, {"explained_variance": -0.01}, [
         {"explained_variance": 0.01}, {"explained_variance": math.nan}, {"critic_error": 0.09},
@@ -25,7 +25,7 @@ ROWS = [
     ]),
     ("collapse", 10, {"entropy": 0.04, "return": 19.0}, [{"entropy": 0.06}, {"return": 21.0}]),
     ("random", 10, {"relative_entropy": 0.96, "progress": 0.6}, [
-        {"relative_entropy": 0.94}, {"progress": 0.4}, {"ent_coef": 0.0},
+        {"relative_entropy": 0.94}, {"progress": 0.4}, {"ent_coef": 0.0}, {"kl": 0.9e-6},
     ]),
     ("narrow", 10, {"std_min": 0.019}, [{"std_min": 0.021}]),
     ("wide", 10, {"std_max": 3.1}, [{"std_max": 2.9}]),
@@ -43,7 +43,8 @@ CASES = [
 
 def advise(script, iterations, state=None, **changed):
     """The names of the advice in each of some iterations, and the state after them."""
-    args = script.module.Args(total_timesteps=1000, adapt="none", desired_kl=0.01)
+    settings = {"desired_kl": changed.pop("desired_kl", 0.01), "surrogate": changed.pop("surrogate", "clip")}
+    args = script.module.Args(total_timesteps=1000, adapt="none", **settings)
     state = state or script.module.State(1e-3, 0.2, 1.0, 0.01, first_return=20.0, recent_returns=[25.0])
     state.global_step = int(1000 * changed.pop("progress", 0.3))
     state.ent_coef = changed.pop("ent_coef", 0.01)
@@ -92,6 +93,14 @@ def test_nothing_contradicts_an_explosion(script, bad):
     """After a KL above 1, a policy that stands still or is sure of itself is its result."""
     _, state = advise(script, 1, kl=300.0)
     assert advise(script, 100, state, **bad)[0] == [[]] * 100
+
+
+@each_script_fast
+@pytest.mark.parametrize("bad", [{"entropy": 0.01, "return": 5.0}, {"std_min": 0.001}])
+def test_nothing_contradicts_an_explosion_in_its_own_iteration(script, bad):
+    """It alone is given, also where another advice would be due."""
+    _, state = advise(script, 9, **bad)
+    assert advise(script, 1, state, **bad, kl=300.0)[0] == [["explosion"]]
 
 
 @each_script_fast

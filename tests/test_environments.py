@@ -132,7 +132,7 @@ def test_a_worker_fails(fault, tmp_path):
         ("nan start", ["environment ", "not finite", "nan"]),
         ("nan observation", ["environment ", "not finite", "step", "nan"]),
         ("nan reward", ["environment ", "not finite", "step", "reward nan"]),
-        ("shape", ["environment ", "4 numbers", "it has 3"]),
+        ("shape", ["environment ", "4 numbers", "space has 3"]),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
