@@ -717,7 +717,7 @@ class Run(AbstractContextManager):
                 )  # fmt: skip
             # On --resume, TensorBoard drops what was logged after the checkpoint: nothing appears twice.
             self.writer: Any = SummaryWriter(str(folder), max_queue=1000, purge_step=state.global_step + 1)
-        settings = {setting.name: str(getattr(args, setting.name)) for setting in fields(Algorithm)}
+        settings = {name: getattr(args, name) for name in SAVED if getattr(args, name) is not None}
         for part in summary.hparams(settings, {"charts/episodic_return_100": 0, "eval/greedy_return": 0}):
             self.writer.file_writer.add_summary(part)  # type: ignore[attr-defined]
         self.start, self.first_step, self.printed = 0.0, 0, 0.0
