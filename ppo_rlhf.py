@@ -37,10 +37,10 @@ the padding token, which may well be the stop token.
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import math
 import os
+import pkgutil
 import random
 import re
 import shlex
@@ -48,7 +48,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -86,7 +86,7 @@ class Task:
 
 @dataclass
 class Algorithm:
-    total_episodes: float = 40_960  # total number of responses, for example 1e5
+    total_episodes: float = 61_440  # total number of responses, for example 1e5
     batch_size: int = 256  # B: prompts per iteration, over all processes; each gets one response
     update_epochs: int = 2  # K: passes over each batch
     num_minibatches: int = 4  # minibatches per epoch, one gradient step each
@@ -94,9 +94,7 @@ class Algorithm:
     learning_rate: float = 1e-3  # Adam's step size, decayed linearly to 0; for real models, 1e-6 to 1e-5
     kl_coef: float = 0.1  # β: weight of the KL divergence from the reference in the reward
     kl_target: float | None = None  # adapt β to keep this divergence, in nats per response
-    gae_lambda: float = (
-        1.0  # λ: trades bias (0) against variance (1) of the advantages; the literature has 0.95
-    )
+    gae_lambda: float = 1.0  # λ: trades bias (0) against variance (1) of the advantages; papers have 0.95
     whiten_rewards: bool = False  # divide rewards by their standard deviation ([N+]); biases the length
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
     clip_vloss: bool = False  # also clip the change of the value to ±ε
@@ -144,9 +142,8 @@ class Block(nn.Module):
 
         `visible` [B, 1, T, S] says to which tokens each of the T attends.
         """
-        query, keys, values = (
-            self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        )
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
+        query, keys, values = qkv.permute(2, 0, 3, 1, 4)
         if past is not None:
             keys, values = torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
         attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible)
@@ -212,9 +209,7 @@ class ScalarModel(nn.Module):
 
     def forward(self, batch: Responses | Batch) -> Tensor:
         """Outputs [B, L + 1]: before each token of the response, and after the last."""
-        output = self.trunk(
-            **model_inputs(batch.tokens, batch.attention), past_key_values=None, use_cache=False
-        )
+        output = self.trunk(**model_inputs(batch.tokens, batch.attention))
         hidden = output.last_hidden_state[:, -batch.mask.shape[1] - 1 :]
         return at_least_float32(self.head(hidden)).squeeze(-1)
 
@@ -236,13 +231,17 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def model_inputs(tokens: Tensor, attention: Tensor) -> dict[str, Tensor]:
+def model_inputs(
+    tokens: Tensor, attention: Tensor, past: Any = None, use_cache: bool = False
+) -> dict[str, Any]:
     """Arguments for a model: tokens [B, T], the last T of S, and a mask [B, S] of what is not padding.
 
-    Positions count tokens and not padding, so a prompt has the same ones in every batch.
+    Positions count tokens and not padding, so a prompt has the same ones in every batch. `past` are the keys
+    and values of all tokens but the last T.
     """
     positions = (attention.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-    return {"input_ids": tokens, "attention_mask": attention, "position_ids": positions}
+    inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions}
+    return inputs | {"past_key_values": past, "use_cache": use_cache}
 
 
 @torch.no_grad()
@@ -252,7 +251,7 @@ def generate(
     """Sample a response to each of the prompts [B, P], whose mask is `attention` [B, P].
 
     Each ends with the stop token or after --max-response-length tokens. Also returns log π [B, L] as sampled.
-    To use an inference server, replace this function.
+    To use an inference server, replace this function. Raises `Diverged` where probabilities are not numbers.
     """
     (size, start), length = prompts.shape, args.max_response_length
     tokens = F.pad(prompts, (0, length), value=tokenizer.pad_token_id)
@@ -261,9 +260,11 @@ def generate(
     active = torch.ones(size, dtype=torch.bool, device=tokens.device)
     new, past = prompts, None
     for t in range(start, start + length):
-        inputs = model_inputs(new, attention[:, :t])
-        output = actor(**inputs, past_key_values=past, use_cache=True, logits_to_keep=1)
+        inputs = model_inputs(new, attention[:, :t], past, use_cache=True)
+        output = actor(**inputs, logits_to_keep=1)
         log_policy = torch.log_softmax(at_least_float32(output.logits[:, -1]) / args.temperature, -1)
+        if log_policy.isnan().any():
+            raise Diverged("the actor is not finite: lower --learning-rate, look for huge scores")
         new, past = torch.multinomial(log_policy.exp(), 1), output.past_key_values
         log_probs[:, t - start] = log_policy.gather(1, new).squeeze(1)
         tokens[active, t] = new[active, 0]
@@ -280,8 +281,7 @@ def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: flo
     Logits are divided by the temperature, because the policy that acted is the one with this temperature.
     """
     length = batch.mask.shape[1]
-    inputs = model_inputs(batch.tokens, batch.attention)
-    output = model(**inputs, past_key_values=None, use_cache=False, logits_to_keep=length + 1)
+    output = model(**model_inputs(batch.tokens, batch.attention), logits_to_keep=length + 1)
     logits = at_least_float32(output.logits[:, -length - 1 : -1])  # those at a token are for the next one
     log_policy = torch.log_softmax(logits / temperature, -1)
     log_probs = log_policy.gather(2, batch.tokens[:, -length:, None]).squeeze(2)
@@ -467,6 +467,7 @@ def collect(models: Models, args: Args, state: State) -> tuple[Batch, dict[str, 
     error, spread = (masked_mean((x - masked_mean(x, mask)).square(), mask) for x in (advantages, returns))
     return batch, metrics | {
         "objective/surprise_limit": limit,
+        "objective/kl_coef": state.kl_coef,
         "objective/scores_std": (scores - scores.mean()).square().mean().sqrt().item(),
         "policy/entropy_avg": masked_mean(entropies, mask).item(),
         "val/explained_variance": 1 - (error / spread).item(),
@@ -481,8 +482,8 @@ def update(models: Models, optimizer: Adam, batch: Batch, args: Args, state: Sta
     A minibatch's gradient is summed over parts of --micro-batch-size responses and over processes, and then
     divided by the number of tokens in all of them: the number of parts or processes does not matter.
     """
-    models.actor.train(args.gradient_checkpointing)  # without it, transformers does no checkpointing;
-    models.critic.train(args.gradient_checkpointing)  # there is no dropout, see `load_pretrained`
+    # Transformers does checkpointing in training mode only. There is no dropout, see `make_trainable`.
+    models.train(args.gradient_checkpointing)
     metrics = []  # of each gradient step, still as tensors: reading them would wait for the GPU
     for _ in range(args.update_epochs):
         order = torch.randperm(len(batch.tokens)).to(args.device)
@@ -506,10 +507,11 @@ def update(models: Models, optimizer: Adam, batch: Batch, args: Args, state: Sta
             metrics.append(sum_over_processes(sums) / num_tokens)
     means = torch.stack(metrics).mean(0).tolist()
     first_approxkl = metrics[0][METRICS.index("policy/approxkl_avg")].item()  # before any step: 0
-    return dict(zip(METRICS, means, strict=True)) | {"val/first_approxkl": first_approxkl}
+    more = {"val/first_approxkl": first_approxkl, "lr": state.learning_rate}
+    return dict(zip(METRICS, means, strict=True)) | more
 
 
-def adjust_coefficients(args: Args, state: State, metrics: dict[str, float]) -> None:
+def adjust_coefficients(state: State, args: Args, metrics: dict[str, float]) -> None:
     """Set the next iteration's coefficients, by their schedules and the last iteration's metrics, if any."""
     state.learning_rate = args.learning_rate * (1 - state.episodes / args.total_episodes)
     if args.kl_target and metrics:  # [Ziegler], §2.2
@@ -529,31 +531,36 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
         args = replace(args, device=f"cuda:{os.environ['LOCAL_RANK']}")
     if not args.model:
         torch.set_num_threads(1)  # for small networks, one is fastest
+    if rank == 0:
+        say(plan(args))
     torch.manual_seed(args.seed)
     models = load_models(args)
     # ε is 1e-5, as in the first implementations. They used TensorFlow's Adam, which adds it before correcting
     # the bias of the second moment, as if ε were larger in the first steps ([N+]).
     optimizer = Adam(trained_parameters(models), args.learning_rate, eps=1e-5, fused=True)
-    state = restore(args, models, optimizer) if args.resume else State(args.learning_rate, args.kl_coef)
-    metrics: dict[str, float] = {}
-
+    state = State(args.learning_rate, args.kl_coef)
+    if args.resume:
+        restore(args, models, optimizer, state)
     if processes > 1:
         connect(args, models, state)
-    run = Run(args, models, optimizer, state) if rank == 0 else None  # the first process writes and prints
-    while state.episodes < args.total_episodes and not any_process(stop, args):
-        adjust_coefficients(args, state, metrics)
-        if args.reward_model_updates:
-            update_reward_model(models, args, state)
-        with autocast(args):
-            batch, metrics = collect(models, args, state)
-        metrics |= update(models, optimizer, batch, args, state)
-        state.first = state.first or metrics
-        state.episodes += args.batch_size
-        if run:
-            run.log(batch, metrics)
-    if processes > 1:
-        dist.destroy_process_group()
-    return run.finish(stop) if run else {}
+    metrics: dict[str, float] = {}
+    run: Any = Run(args, models, optimizer, state) if rank == 0 else nullcontext()  # the first one writes
+
+    with run:
+        while state.episodes < args.total_episodes and not any_process(stop, args):
+            adjust_coefficients(state, args, metrics)
+            if args.reward_model_updates:
+                update_reward_model(models, args, state)
+            with autocast(args):
+                batch, metrics = collect(models, args, state)
+            metrics |= update(models, optimizer, batch, args, state)
+            state.first = state.first or metrics
+            state.episodes += args.batch_size
+            if rank == 0:
+                run.log(batch, metrics)
+        if processes > 1:
+            dist.destroy_process_group()
+        return run.finish(stop) if rank == 0 else {}
 
 
 # ========================== End of PPO. What follows is what training needs around it ======================
@@ -665,13 +672,15 @@ def texts(tokenizer: Any, batch: Responses | Batch) -> tuple[list[str], list[str
     return prompts, responses
 
 
-def write_review(rng: random.Random, product: str, tone: str) -> str:
-    """A review such as "very lovely room but awful staff"."""
+def write_review(rng: random.Random, prompt: str) -> str:
+    """A review such as "very lovely room but awful staff". Half have the tone asked for, the others any."""
+    *_, asked, _, product, _ = prompt.split()
+    tone = rng.choice((asked, asked, asked, *TONES))
+    first, second = rng.sample(PRODUCTS[product], 2)
 
     def clause(aspect: str, good: bool) -> str:
         return f"{'very ' * (rng.random() < 0.25)}{rng.choice(GOOD if good else BAD)} {aspect}"
 
-    first, second = rng.sample(PRODUCTS[product], 2)
     if tone == "weigh":
         good = rng.random() < 0.5
         return f"{clause(first, good)} but {clause(second, not good)}"
@@ -691,26 +700,28 @@ def human(prompt: str, response: str) -> float:
     return (1.0 if found == tone else -1.0) + 0.5 * response.split().count("very")
 
 
+def tastes(tokenizer: Any, batch: Responses) -> Tensor:
+    """The simulated human's taste [B]."""
+    return torch.tensor([human(*pair) for pair in zip(*texts(tokenizer, batch), strict=True)])
+
+
 def make_models(args: Args) -> Models:
     """Supervised learning, then a reward model from comparisons ([Summary], §3).
 
     On --resume, nothing is learnt, because the checkpoint has the weights.
     """
     tokenizer, actor = WordTokenizer(), GPT(len(WORDS))
-    tokens = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    prompts = pad(tokens, "left", tokenizer.pad_token_id, args.device)
-    check_context(prompts, actor.context, args)
+    prompts = encode_prompts(tokenizer, PROMPTS, actor.context, args)
     if not args.resume:
         learn_to_write(actor, tokenizer, args)
     width = actor.base_model.norm.normalized_shape[0]
-    reward_model = ScalarModel(copy.deepcopy(actor.base_model), nn.Linear(width, 1))
+    reward_model = ScalarModel(copy.deepcopy(actor.base_model), nn.Linear(width, 1)).requires_grad_(False)
     reference = copy.deepcopy(actor).requires_grad_(False)
-    models = Models(actor, copy.deepcopy(reward_model), reference, reward_model)
+    models = Models(actor, reward_model, reference, reward_model)
     models.tokenizer, models.prompts = tokenizer, prompts
     if not args.resume:
         learn_from_comparisons(models, args)
-    reward_model.requires_grad_(False)
-    models.critic.load_state_dict(reward_model.state_dict())
+    models.critic = copy.deepcopy(reward_model).requires_grad_(True)
     if args.share_critic:
         models.critic = ScalarModel(actor.base_model, zero_head(width))
     return models
@@ -737,16 +748,12 @@ def fit(network: nn.Module, compute_loss: Callable[[], Tensor], steps: int, lear
     return loss.item()
 
 
-def learn_to_write(actor: nn.Module, tokenizer: Any, args: Args) -> None:
-    """Supervised learning of reviews; half of them have the tone asked for, the others any of the three."""
+def learn_to_write(actor: GPT, tokenizer: Any, args: Args) -> None:
+    """Supervised learning of reviews."""
     start, rng = time.monotonic(), random.Random(args.seed)
-    prompts, reviews = [], []
-    for prompt in rng.choices(PROMPTS, k=20_000):
-        *_, tone, _, product, _ = prompt.split()
-        review = write_review(rng, product, rng.choice((tone, tone, tone, *TONES)))
-        prompts.append(tokenizer.encode(prompt))
-        reviews.append([*tokenizer.encode(review), tokenizer.eos_token_id])
-    left, left_mask = pad(prompts, "left", tokenizer.pad_token_id, args.device)
+    prompts = rng.choices(PROMPTS, k=20_000)
+    reviews = [[*tokenizer.encode(write_review(rng, prompt)), tokenizer.eos_token_id] for prompt in prompts]
+    left, left_mask = encode_prompts(tokenizer, prompts, actor.context, args)
     right, mask = pad(reviews, "right", tokenizer.pad_token_id, args.device)
     data = Responses(torch.cat([left, right], 1), torch.cat([left_mask, mask], 1), mask)
 
@@ -760,15 +767,9 @@ def learn_to_write(actor: nn.Module, tokenizer: Any, args: Args) -> None:
     report(f"supervised {SUPERVISED_STEPS} steps of 128 reviews; loss {loss:.2f} nats per token", start)
 
 
-def tastes(tokenizer: Any, batch: Responses) -> Tensor:
-    """The simulated human's taste [B]."""
-    return torch.tensor([human(*pair) for pair in zip(*texts(tokenizer, batch), strict=True)])
-
-
 def sample_pairs(models: Models, args: Args, count: int) -> tuple[Responses, Tensor]:
     """Two responses of the actor to each of `count` prompts, one after the other, and tastes [count, 2]."""
-    prompts, attention = draw_prompts(models, count)
-    prompts, attention = prompts.repeat_interleave(2, 0), attention.repeat_interleave(2, 0)
+    prompts, attention = (x.repeat_interleave(2, 0) for x in draw_prompts(models, count))
     responses, _ = generate(models.actor, prompts, attention, models.tokenizer, args)
     return responses, tastes(models.tokenizer, responses).view(count, 2)
 
@@ -800,9 +801,7 @@ def learn_from_comparisons(models: Models, args: Args) -> None:
         outputs = last_outputs(reward_model, responses).view(-1, 2)
     product = (outputs[:, 0] - outputs[:, 1]) * (taste[:, 0] - taste[:, 1])
     share = (product > 0).sum() / (product != 0).sum()
-    report(
-        f"reward     {len(labels):,} comparisons; ranks {share:.0%} of new pairs as the human would", start
-    )
+    report(f"reward     {len(labels):,} comparisons; {share:.0%} of new pairs in the human's order", start)
 
 
 def update_reward_model(models: Models, args: Args, state: State) -> None:
@@ -816,29 +815,31 @@ def update_reward_model(models: Models, args: Args, state: State) -> None:
 
 # ------------------------------------------------- The optimal policy --------------------------------------
 
+POLICIES = "reference", "actor", "optimum"
+
 
 @torch.no_grad()
-def enumerate_responses(models: Models, prompt: Tensor, args: Args) -> tuple[Responses, Tensor]:
-    """The responses to a prompt [P] whose beginnings have a probability above 1e-5 under reference or actor.
+def enumerate_responses(
+    policies: Sequence[nn.Module], prompt: Tensor, tokenizer: Any, args: Args, floor: float = 1e-5
+) -> tuple[Responses, Tensor]:
+    """The responses to a prompt [P] whose beginnings have a probability above `floor` under any policy.
 
-    Also returns log π [2, N] of these N responses under both, in float64.
+    Also returns log π [policies, N] of these N responses, in float64.
     """
-    policies, tokenizer = (models.reference, models.actor), models.tokenizer
     tokens = new = prompt.unsqueeze(0)
-    log_probs = torch.zeros(2, 1, dtype=torch.float64)
-    caches: list[Any] = [None, None]
+    log_probs = torch.zeros(len(policies), 1, dtype=torch.float64)
+    caches: list[Any] = [None] * len(policies)
     found, found_log_probs = [], []
     for length in range(1, args.max_response_length + 1):
-        totals = []  # log π [N, V] of all beginnings with one more token, for each policy
+        steps = []  # log π(·|s) [N, V] of each policy
         for i, policy in enumerate(policies):
-            inputs = model_inputs(new, torch.ones_like(tokens, dtype=torch.bool))
-            output = policy(**inputs, past_key_values=caches[i], use_cache=True, logits_to_keep=1)
-            log_policy = torch.log_softmax(output.logits[:, -1].double() / args.temperature, -1)
-            totals.append(log_probs[i].unsqueeze(1) + log_policy)
+            inputs = model_inputs(new, torch.ones_like(tokens, dtype=torch.bool), caches[i], use_cache=True)
+            output = policy(**inputs, logits_to_keep=1)
+            steps.append(torch.log_softmax(output.logits[:, -1].double() / args.temperature, -1))
             caches[i] = output.past_key_values
-        rows, choices = (torch.stack(totals).amax(0) > math.log(1e-5)).nonzero(as_tuple=True)
-        tokens = torch.cat([tokens[rows], choices.unsqueeze(1)], 1)
-        log_probs = torch.stack([total[rows, choices] for total in totals])
+        longer = log_probs.unsqueeze(2) + torch.stack(steps)  # of all beginnings with one more token
+        rows, choices = (longer.amax(0) > math.log(floor)).nonzero(as_tuple=True)
+        tokens, log_probs = torch.cat([tokens[rows], choices.unsqueeze(1)], 1), longer[:, rows, choices]
         ended = (choices == tokenizer.eos_token_id) | (length == args.max_response_length)
         found += tokens[ended].tolist()
         found_log_probs.append(log_probs[:, ended])
@@ -858,30 +859,26 @@ def compare_with_optimum(models: Models, args: Args, kl_coef: float) -> dict[str
     actor; `left_out` is the actor's probability of all others, which count as r = 0, the reference's mean.
     """
     models.eval()
-    sums: dict[str, float] = {}
+    totals = []
     for prompt, mask in zip(*models.prompts, strict=True):
-        responses, (ref_log_probs, log_probs) = enumerate_responses(models, prompt[mask], args)
+        policies = models.reference, models.actor
+        responses, log_probs = enumerate_responses(policies, prompt[mask], models.tokenizer, args)
         rewards = score(models, responses, args).double()
-        log_z = torch.logsumexp(ref_log_probs + rewards / kl_coef, 0)
-        optimal_log_probs = ref_log_probs + rewards / kl_coef - log_z
-        probs, ref_probs, optimal_probs = log_probs.exp(), ref_log_probs.exp(), optimal_log_probs.exp()
-        values = {
-            "objective_actor": (probs * (rewards - kl_coef * (log_probs - ref_log_probs))).sum(),
-            "objective_reference": (ref_probs * rewards).sum(),
-            "objective_optimum": kl_coef * log_z,
-            "kl_actor": (probs * (log_probs - ref_log_probs)).sum(),
-            "kl_reference": torch.tensor(0.0),
-            "kl_optimum": (optimal_probs * (optimal_log_probs - ref_log_probs)).sum(),
-            "kl_to_optimum": (probs * (log_probs - optimal_log_probs)).sum(),
-            "left_out": 1 - probs.sum(),
-            "identity": probs.sum() * kl_coef * log_z,
-        }
-        for name, value in values.items():
-            sums[name] = sums.get(name, 0.0) + value.item() / len(models.prompts[0])
-    # J* - J = β KL(π ‖ π*), where the probabilities do not add up to 1 but to 1 - left_out
-    sums["identity"] -= sums["objective_actor"] + kl_coef * sums["kl_to_optimum"]
-    gain = sums["objective_actor"] - sums["objective_reference"]
-    return sums | {"share_of_optimum": gain / (sums["objective_optimum"] - sums["objective_reference"])}
+        optimal = log_probs[0] + rewards / kl_coef
+        log_z = torch.logsumexp(optimal, 0)
+        log_probs = torch.stack([*log_probs, optimal - log_z])  # [3, N], of POLICIES
+        probs = log_probs.exp()
+        kls = (probs * (log_probs - log_probs[0])).sum(1)
+        objectives = (probs * rewards).sum(1) - kl_coef * kls
+        kl_to_optimum = (probs[1] * (log_probs[1] - log_probs[2])).sum()
+        found = probs[1].sum()
+        identity = kl_coef * (found * log_z - kl_to_optimum) - objectives[1]  # 0, but for rounding
+        totals.append(torch.stack([*objectives, *kls, kl_to_optimum, 1 - found, identity]))
+    names = [f"{kind}_{name}" for kind in ("objective", "kl") for name in POLICIES]
+    names += ["kl_to_optimum", "left_out", "identity"]
+    results = dict(zip(names, torch.stack(totals).mean(0).tolist(), strict=True))
+    reference, actor, optimum = (results[f"objective_{name}"] for name in POLICIES)
+    return results | {"share_of_optimum": (actor - reference) / (optimum - reference)}
 
 
 # ------------------------------------------------- Models of transformers ---------------------------------
@@ -894,61 +891,29 @@ def load_models(args: Args) -> Models:
     return models.to(args.device)
 
 
-def check_context(prompts: tuple[Tensor, Tensor], context: int, args: Args) -> None:
-    """Refuse prompts that leave too little room for responses."""
-    longest = prompts[0].shape[1] + args.max_response_length
-    refuse(longest > context, f"prompt and response have up to {longest} tokens; the model reads {context}")
-
-
 def load_pretrained(args: Args) -> Models:
-    """Load models of transformers. With --bfloat16, frozen weights are in bfloat16; trained ones never are.
-
-    With LoRA, the actor has the weights of the reference, and the critic those of the network it starts from.
-    """
-    with refuse_errors("--model needs: pip install transformers peft", ImportError):
-        from peft import LoraConfig, get_peft_model
-        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-
-    model, reward_name = str(args.model), str(args.reward_model)
-    dtype = torch.bfloat16 if args.bfloat16 else torch.float32
-    with refuse_errors(f"cannot load --model {model}", Exception):
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        reference = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).requires_grad_(False)
-    missing = [name for name in ("eos_token", "pad_token") if getattr(tokenizer, name) is None]
-    refuse(missing, f"the tokenizer of {model} has no {' and no '.join(missing)}; set and save it")
-    prompts = read_prompts(args, tokenizer)
-    check_context(prompts, reference.config.max_position_embeddings, args)
-    source = ScalarModel(reference.base_model, zero_head(reference.config.hidden_size))
-    reward_model = None
-    if args.reward_model:
-        with refuse_errors(f"cannot load --reward-model {reward_name}", Exception):
-            same = AutoTokenizer.from_pretrained(reward_name).get_vocab() == tokenizer.get_vocab()
-            scorer: Any = AutoModelForSequenceClassification.from_pretrained(reward_name, dtype=dtype)
-        advice = "wrap it as --reward-function, which takes texts"
-        refuse(not same, f"--reward-model {reward_name} has another tokenizer than --model; {advice}")
-        unfit = scorer.config.num_labels != 1 or not hasattr(scorer, "score")
-        refuse(unfit, f"--reward-model {reward_name} has no single linear output named `score`; {advice}")
-        reward_model = ScalarModel(scorer.base_model, scorer.score).requires_grad_(False)
-        source = source if args.share_critic else reward_model
-
-    def make_trainable(frozen: nn.Module, task: Any = None) -> Any:
-        shared = {id(p): p for p in frozen.parameters()} if args.lora_rank else {}
-        network: Any = copy.deepcopy(frozen, shared)
-        for module in network.modules():  # dropout would make the first ratio differ from 1
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            if hasattr(module, "attention_dropout"):
-                module.attention_dropout = 0.0
-        if args.gradient_checkpointing:
-            network.gradient_checkpointing_enable({"use_reentrant": False})
-        if args.lora_rank:
-            config = LoraConfig(task_type=task, r=args.lora_rank, target_modules="all-linear")
-            return get_peft_model(network, config)
-        return network.float().requires_grad_(True)
-
-    actor = make_trainable(reference, "CAUSAL_LM")
-    trunk = actor.base_model if args.share_critic else make_trainable(source.trunk)
-    critic = ScalarModel(trunk, copy.deepcopy(source.head).float().requires_grad_(True))
+    """Load models of transformers. With --bfloat16, only frozen weights are in bfloat16."""
+    with refuse_errors("--model needs: pip install transformers", ImportError):
+        import transformers
+    transformers.utils.logging.disable_progress_bar()
+    name, dtype = str(args.model), torch.bfloat16 if args.bfloat16 else torch.float32
+    with refuse_errors(f"cannot load --model {name}", Exception):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        reference = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    for token in ("eos_token", "pad_token"):
+        missing = getattr(tokenizer, token) is None
+        refuse(missing, f"the tokenizer of {name} has no {token}; set and save it")
+    prompts = encode_prompts(tokenizer, read_prompts(args), reference.config.max_position_embeddings, args)
+    actor = make_trainable(reference.requires_grad_(False), args, "CAUSAL_LM")
+    reward_model = load_reward_model(args, tokenizer, dtype) if args.reward_model else None
+    head = zero_head(reference.config.hidden_size)
+    if args.share_critic:
+        critic = ScalarModel(actor.base_model, head)
+    elif reward_model:
+        critic = ScalarModel(make_trainable(reward_model.trunk, args), copy.deepcopy(reward_model.head))
+    else:
+        critic = ScalarModel(make_trainable(reference.base_model, args), head)
+    critic.head.float().requires_grad_(True)
     models = Models(actor, critic, reference, reward_model)
     models.tokenizer, models.prompts = tokenizer, prompts
     if args.reward_function:
@@ -956,30 +921,67 @@ def load_pretrained(args: Args) -> Models:
     return models
 
 
-WRONG_JSON = ValueError, TypeError, KeyError, AttributeError
+def load_reward_model(args: Args, tokenizer: Any, dtype: torch.dtype) -> ScalarModel:
+    """The model that --reward-model names, frozen. It must read the actor's tokens."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    name = str(args.reward_model)
+    with refuse_errors(f"cannot load --reward-model {name}", Exception):
+        same = AutoTokenizer.from_pretrained(name).get_vocab() == tokenizer.get_vocab()
+        model: Any = AutoModelForSequenceClassification.from_pretrained(name, dtype=dtype)
+    unfit = not same or model.config.num_labels != 1 or not hasattr(model, "score")
+    reason = "needs the tokenizer of --model, and a single output named `score`"
+    refuse(unfit, f"--reward-model {name} {reason}; or wrap it as --reward-function, which takes texts")
+    return ScalarModel(model.base_model, model.score).requires_grad_(False)
 
 
-def read_prompts(args: Args, tokenizer: Any) -> tuple[Tensor, Tensor]:
-    """The prompts in --prompts as tokens [N, P], and their masks [N, P]."""
+def make_trainable(frozen: nn.Module, args: Args, task: str | None = None) -> Any:
+    """A copy of a network, to be trained in float32. With LoRA, it shares the frozen weights."""
+    shared = {id(p): p for p in frozen.parameters()} if args.lora_rank else {}
+    network: Any = copy.deepcopy(frozen, shared)
+    for module in network.modules():  # dropout would make the first ratio differ from 1
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    if args.gradient_checkpointing:
+        network.gradient_checkpointing_enable({"use_reentrant": False})
+    if not args.lora_rank:
+        return network.float().requires_grad_(True)
+    with refuse_errors("--lora-rank needs: pip install peft", ImportError):
+        from peft import LoraConfig, get_peft_model
+    config = LoraConfig(task_type=task, r=args.lora_rank, target_modules="all-linear")
+    return get_peft_model(network, config)
+
+
+def read_prompts(args: Args) -> list[str]:
+    """The prompts in the file --prompts."""
     prompts = []
     with refuse_errors(f"cannot read --prompts {args.prompts}", OSError, UnicodeError):
         lines = Path(str(args.prompts)).read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, 1):
         place = f"{args.prompts}, line {number}"
-        with refuse_errors(f'{place} is not JSON such as {{"prompt": "..."}}', *WRONG_JSON):
-            prompt = json.loads(line)["prompt"]
-            refuse(not prompt.strip(), f"{place} has an empty prompt")
-        prompts.append(tokenizer.encode(prompt))
+        with refuse_errors(f'{place} is not JSON such as {{"prompt": "..."}}', Exception):
+            prompts.append(json.loads(line)["prompt"])
+            empty = not prompts[-1].strip()
+        refuse(empty, f"{place} has an empty prompt")
     refuse(not prompts, f"{args.prompts} has no prompts")
-    return pad(prompts, "left", tokenizer.pad_token_id, args.device)
+    return prompts
+
+
+def encode_prompts(tokenizer: Any, prompts: Sequence[str], context: int, args: Args) -> tuple[Tensor, Tensor]:
+    """Prompts as tokens [N, P], and their masks [N, P]. Refused if a response has no room in the context."""
+    rows = [tokenizer.encode(prompt) for prompt in prompts]
+    longest = max(map(len, rows)) + args.max_response_length
+    refuse(longest > context, f"prompt and response have up to {longest} tokens; the model reads {context}")
+    return pad(rows, "left", tokenizer.pad_token_id, args.device)
 
 
 def import_function(name: str) -> Callable:
     """The function that `module:function` names; the module may be a file of the current folder."""
-    module, _, function = name.partition(":")
     sys.path.insert(0, "")
     with refuse_errors(f"cannot import --reward-function {name}", Exception):
-        return getattr(importlib.import_module(module), function)
+        return pkgutil.resolve_name(name)
 
 
 def call_reward_function(function: Callable, prompts: list[str], responses: list[str]) -> Tensor:
@@ -993,27 +995,27 @@ def call_reward_function(function: Callable, prompts: list[str], responses: list
 
 # ------------------------------------------------- Advice --------------------------------------------------
 
-ADVICE = [  # name; after so many iterations in a row; in which this holds for the metrics; what to do
-    ("hacking", 3, lambda m, *_: m["objective/surprise"] > 0.2,
+ADVICE = [  # name; after so many iterations in a row; in which this holds (see `diagnose`); what to do
+    ("hacking", 3, lambda m: m["objective/surprise"] > 0.2,
      "over 20% of responses would surprise the reference: is the reward model exploited? raise --kl-coef"),
-    ("drift", 10, lambda m, *_: 0.05 < m["objective/surprise"] <= 0.2,
+    ("drift", 10, lambda m: 0.05 < m["objective/surprise"] <= 0.2,
      "over 5% of responses would surprise the reference: read some, and raise --kl-coef if they look odd"),
-    ("kl", 5, lambda m, *_: m["objective/kl"] > 10,
+    ("kl", 5, lambda m: m["objective/kl"] > 10,
      "KL to the reference > 10 nats: scores mean little this far from it; raise --kl-coef"),
-    ("falling", 10, lambda m, s, _: m["objective/scores"] > s.best["objective/scores"]
-     and m["objective/rlhf_reward"] < s.best["objective/rlhf_reward"] - 0.1 * s.first["objective/scores_std"],
+    ("falling", 10, lambda m: m["objective/scores"] > m["best"]["objective/scores"]
+     and m["objective/rlhf_reward"] < m["best"]["objective/rlhf_reward"] - 0.1 * m["first_std"],
      "the score rises but score - β KL falls: the KL costs more than it gains; lower --learning-rate"),
-    ("length", 5, lambda m, s, _: m["response/length"] > 1.3 * s.first["response/length"],
+    ("length", 5, lambda m: m["response/length"] > 1.3 * m["first"]["response/length"],
      "responses are 1.3 times as long as at first: does the reward model prefer length?"),
-    ("cut-off", 5, lambda m, *_: m["response/cut_off"] > 0.2,
+    ("cut-off", 5, lambda m: m["response/cut_off"] > 0.2,
      "over 20% of responses have no stop token: raise --max-response-length or --missing-eos-penalty"),
-    ("mismatch", 1, lambda m, _, args: m["val/sampling_mismatch"] > (0.1 if args.bfloat16 else 1e-4),
+    ("mismatch", 1, lambda m: m["val/sampling_mismatch"] > (0.1 if m["bfloat16"] else 1e-4),
      "sampling and learning differ in log-probabilities: check temperature, padding and positions"),
-    ("ratio", 1, lambda m, *_: m["val/first_approxkl"] > 1e-6,
+    ("ratio", 1, lambda m: m["val/first_approxkl"] > 1e-6,
      "the ratio is not 1 before the first gradient step: is dropout on?"),
-    ("entropy", 10, lambda m, s, _: m["policy/entropy_avg"] < 0.4 * s.first["policy/entropy_avg"],
+    ("entropy", 10, lambda m: m["policy/entropy_avg"] < 0.4 * m["first"]["policy/entropy_avg"],
      "entropy below 40% of the first: responses become all alike; raise --kl-coef"),
-    ("critic", 10, lambda m, *_: m["val/explained_variance"] < 0,
+    ("critic", 10, lambda m: m["val/explained_variance"] < 0,
      "explained variance < 0: the critic is worse than a constant; raise --vf-coef"),
 ]  # fmt: skip
 
@@ -1024,11 +1026,13 @@ def diagnose(metrics: dict[str, float], args: Args, state: State) -> list[str]:
         raise Diverged("a metric is not finite: lower --learning-rate, look for huge scores")
     if metrics["objective/rlhf_reward"] >= state.best.get("objective/rlhf_reward", -math.inf):
         state.best = metrics
+    known = vars(args) | vars(state) | metrics  # what ADVICE looks at
+    known["first_std"] = state.first["objective/scores_std"]
     messages = []
     for name, iterations, applies, text in ADVICE:
         streak = state.streaks.get(name, 0)
         if streak < iterations:  # not given yet
-            state.streaks[name] = streak + 1 if applies(metrics, state, args) else 0
+            state.streaks[name] = streak + 1 if applies(known) else 0
             if state.streaks[name] == iterations:
                 messages.append(f"[{name}] {text}")
     return messages
@@ -1064,63 +1068,70 @@ def report(stage: str, start: float) -> None:
         say(f"{stage:<70} {time.monotonic() - start:4.0f} s")
 
 
-class Run:
-    """The folder of a run, with TensorBoard's curves and the checkpoint, and its progress on the terminal."""
+class Run(AbstractContextManager):
+    """The folder of a run, with TensorBoard's curves and the checkpoint, and its progress on the terminal.
+
+    After an exception, a `with` block says how to resume.
+    """
 
     def __init__(self, args: Args, models: Models, optimizer: Adam, state: State):
         self.args, self.models, self.optimizer, self.state = args, models, optimizer, state
         task = Path(args.model or "reviews").name
         name = f"{task}__{Path(__file__).stem}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.path = Path(args.resume or Path("runs", name, "checkpoint.pt"))
-        with refuse_errors(f"cannot start a run in {self.path.parent}", OSError):
+        trusted = ["--reward-function", args.reward_function] if args.reward_function else []  # see SAVED
+        self.resume = shlex.join(["python", sys.argv[0], *trusted, "--resume", str(self.path)])
+        folder = self.path.parent
+        with refuse_errors(f"cannot start a run in {folder}", Exception):
             # On --resume, TensorBoard drops what was logged after the checkpoint: nothing appears twice.
-            purge_step = state.episodes + 1 if args.resume else None
-            self.writer: Any = SummaryWriter(str(self.path.parent), max_queue=1000, purge_step=purge_step)
+            self.writer: Any = SummaryWriter(str(folder), max_queue=1000, purge_step=state.episodes + 1)
         settings = "\n".join(f"    {name} = {value}" for name, value in asdict(args).items())
         self.writer.add_text("settings", settings)
         self.start, self.first_episode, self.printed = time.monotonic(), state.episodes, 0.0
-        say(f"folder     {self.path.parent}")
+        say(f"folder     {folder}")
         self.save()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error:  # Python prints it below the traceback.
+            error.add_note(f"failed after {self.state.episodes:,} responses; resume with: {self.resume}")
 
     def log(self, batch: Batch, metrics: dict[str, float]) -> None:
         """Write an iteration's metrics to TensorBoard, print the progress, and save a checkpoint when due."""
-        args, state, now = self.args, self.state, time.monotonic()
-        messages = diagnose(metrics, args, state)
-        for tag, value in (metrics | {"lr": state.learning_rate, "objective/kl_coef": state.kl_coef}).items():
+        state, now = self.state, time.monotonic()
+        messages = diagnose(metrics, self.args, state)
+        for tag, value in metrics.items():
             self.writer.add_scalar(tag, value, state.episodes)
         for message in messages:
             self.writer.add_text("advice", message, state.episodes)
-        first, last = metrics is state.first, state.episodes >= args.total_episodes
+        first, last = metrics is state.first, state.episodes >= self.args.total_episodes
         if first or last or messages or now - self.printed >= 10:
             self.printed = now
-            self.print_progress(metrics, messages)
-        if first or last or state.episodes // args.batch_size % 10 == 0:
-            samples = show(self.models.tokenizer, split(batch, 4)[0])
+            samples = show(self.models.tokenizer, batch)
             self.writer.add_text("responses", samples, state.episodes)
-            if first or last:
-                say(samples)
-        if now - self.saved >= args.checkpoint_seconds:
+            say("\n".join([self.progress(metrics), *messages, *([samples] if first or last else [])]))
+        if now - self.saved >= self.args.checkpoint_seconds:
             self.save()
 
-    def print_progress(self, metrics: dict[str, float], messages: list[str]) -> None:
-        """Print a line that fits 80 columns, and advice."""
+    def progress(self, metrics: dict[str, float]) -> str:
+        """A line that fits 80 columns."""
         done, total = self.state.episodes, self.args.total_episodes
         speed = (done - self.first_episode) / (time.monotonic() - self.start)
         left = int(max(total - done, 0) / speed)
+        taste = f"  taste {metrics['eval/gold']:+.2f}" if "eval/gold" in metrics else ""
         line = f"{done:>9,} responses {min(done / total, 1):4.0%}  score {metrics['objective/scores']:+.2f}"
-        if "eval/gold" in metrics:
-            line += f"  taste {metrics['eval/gold']:+.2f}"
-        say(f"{line}  KL {metrics['objective/kl']:.2f}  {left // 60}:{left % 60:02} left")
-        for message in messages:
-            say(message)
+        return f"{line}{taste}  KL {metrics['objective/kl']:.2f}  {left // 60}:{left % 60:02} left"
 
     def save(self) -> None:
         """Write a checkpoint. If that fails, or the process is killed, the previous one is still there."""
+        weights = saved_weights(self.models, self.args)
+        moments = [tensor for slots in self.optimizer.state.values() for tensor in slots.values()]
+        if not all(tensor.isfinite().all() for tensor in (*weights.values(), *moments)):
+            raise Diverged("a network is not finite: lower --learning-rate, look for huge scores")
         content = {  # only types that `torch.load(..., weights_only=True)` accepts
             "format": FORMAT,
             "args": {name: getattr(self.args, name) for name in SAVED},
             "state": asdict(self.state),
-            "weights": saved_weights(self.models, self.args),
+            "weights": weights,
             "comparisons": self.models.comparisons,
             "optimizer": self.optimizer.state_dict(),
             "random": torch.get_rng_state(),
@@ -1132,37 +1143,40 @@ class Run:
 
     def finish(self, stop: Sequence[int]) -> dict[str, Any]:
         """Save the model, or compare it with the optimum, and say what can be done next."""
-        args, state, folder, start = self.args, self.state, self.path.parent, time.monotonic()
         results: dict[str, Any] = {"checkpoint": str(self.path)}
         self.save()
-        if args.model:
+        if self.args.model:
             actor: Any = self.models.actor
-            actor.save_pretrained(folder / "model")
-            self.models.tokenizer.save_pretrained(folder / "model")
-            say(f"model      {folder / 'model'}")
+            actor.save_pretrained(self.path.parent / "model")
+            self.models.tokenizer.save_pretrained(self.path.parent / "model")
+            say(f"model      {self.path.parent / 'model'}")
         elif not stop:
-            results |= compare_with_optimum(self.models, args, state.kl_coef)
-            self.writer.add_scalar("eval/share_of_optimum", results["share_of_optimum"], state.episodes)
-            for name in ("reference", "actor", "optimum"):
-                objective, kl = results[f"objective_{name}"], results[f"kl_{name}"]
-                score = objective + state.kl_coef * kl
-                say(f"{name:<10} {objective:+.3f} = score {score:.3f} - {state.kl_coef:g} x KL {kl:.3f}")
-            share, left_out = results["share_of_optimum"], results["left_out"]
-            report(
-                f"share      {share:.1%} of the optimum's gain; {left_out:.1%} of responses left out", start
-            )
+            results |= self.compare()
         if not stop:
-            say(f"curves     tensorboard --logdir {folder.parent}")
-        more = "" if stop else f" --total-episodes {2 * args.total_episodes:.0f}"
-        say(f"resume     {shlex.join(['python', sys.argv[0], '--resume', str(self.path)])}{more}")
+            say(f"curves     tensorboard --logdir {self.path.parent.parent}")
+        more = "" if stop else f" --total-episodes {2 * self.args.total_episodes:.0f}"
+        say(f"resume     {self.resume}{more}")
         self.writer.close()
+        return results
+
+    def compare(self) -> dict[str, float]:
+        """Compare the actor with the optimum, and print the result."""
+        kl_coef, start = self.state.kl_coef, time.monotonic()
+        results = compare_with_optimum(self.models, self.args, kl_coef)
+        self.writer.add_scalar("eval/share_of_optimum", results["share_of_optimum"], self.state.episodes)
+        for name in POLICIES:
+            objective, kl = results[f"objective_{name}"], results[f"kl_{name}"]
+            score = objective + kl_coef * kl
+            say(f"{name:<10} {objective:+.3f} = score {score:.3f} - {kl_coef:g} x KL {kl:.3f}")
+        share, left_out = results["share_of_optimum"], results["left_out"]
+        report(f"share      {share:.1%} of the optimum's gain; {left_out:.1%} of responses left out", start)
         return results
 
 
 def show(tokenizer: Any, batch: Batch) -> str:
-    """Scores, prompts and responses, a line each."""
-    lines = []
-    for value, prompt, response in zip(batch.scores, *texts(tokenizer, batch), strict=True):
+    """Scores, prompts and responses of the first 4 rows, a line each."""
+    few, lines = split(batch, 4)[0], []
+    for value, prompt, response in zip(few.scores, *texts(tokenizer, few), strict=True):
         lines.append(f"    {value:+.2f}  {prompt} [{response}]".replace("\n", " ")[:79])
     return "\n".join(lines)
 
@@ -1186,15 +1200,15 @@ def saved_weights(models: Models, args: Args) -> dict[str, Tensor]:
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The content of a checkpoint. Other people's are safe to load: `weights_only` executes no code."""
-    with refuse_errors(f"{path} is not a checkpoint of this script", Exception):
+    """The content of a checkpoint. Other people's are safe to load: nothing in them is executed."""
+    with refuse_errors(f"{path} cannot be loaded as a checkpoint of this script", Exception):
         content = torch.load(path, map_location="cpu", weights_only=True)
         refuse(content["format"] != FORMAT, f"its format is {content['format']}, not {FORMAT}")
         content["args"] = Args(**{name: content["args"][name] for name in SAVED})
     return content
 
 
-def restore(args: Args, models: Models, optimizer: Adam) -> State:
+def restore(args: Args, models: Models, optimizer: Adam, state: State) -> None:
     """Restore the training that --resume names. Raises `Refused` if it does not fit, or is complete."""
     content, weights = load_checkpoint(str(args.resume)), saved_weights(models, args)
     with refuse_errors(f"{args.resume} does not fit these settings", RuntimeError, ValueError):
@@ -1203,12 +1217,11 @@ def restore(args: Args, models: Models, optimizer: Adam) -> State:
         optimizer.load_state_dict(content["optimizer"])
     models.comparisons = content["comparisons"]
     torch.set_rng_state(content["random"])
-    state = State(**content["state"])
-    if args.kl_coef != content["args"].kl_coef:  # a flag replaces what was adapted
-        state.kl_coef = args.kl_coef
+    for name, value in content["state"].items():
+        if getattr(args, name, None) == getattr(content["args"], name, None):
+            setattr(state, name, value)  # not where a flag replaces a coefficient
     done = state.episodes >= args.total_episodes
     refuse(done, f"{args.resume} has done {state.episodes:,} responses; set --total-episodes to more")
-    return state
 
 
 # ------------------------------------------------- Command line --------------------------------------------
@@ -1221,9 +1234,7 @@ BOUNDS = {  # settings outside these are nonsense
     "vf_coef missing_eos_penalty reward_model_updates lora_rank": (0, 1e6),
     "seed": (0, 2**32 - 1),
 }
-
-
-REAL_ONLY = "reward_model", "reward_function", "prompts", "lora_rank", "gradient_checkpointing"
+NEEDS_MODEL = "reward_model", "reward_function", "prompts", "lora_rank", "gradient_checkpointing"
 
 
 def check_args(args: Args) -> None:
@@ -1233,20 +1244,21 @@ def check_args(args: Args) -> None:
             value = getattr(args, name)
             wrong = value is not None and not low <= value <= high  # NaN fails every comparison
             refuse(wrong, f"--{name.replace('_', '-')} is {value}; it must be from {low:g} to {high:g}")
+    with refuse_errors(f"--device {args.device} cannot be used; use cpu", RuntimeError, AssertionError):
+        torch.zeros(1, device=args.device)
     parts = args.num_minibatches * world()[1]
     refuse(args.batch_size % parts, f"--batch-size must be a multiple of minibatches x processes = {parts}")
-    real = [name for name in REAL_ONLY if getattr(args, name)]
     if args.model:
-        refuse("prompts" not in real, "--model needs --prompts")
-        scorers = [name for name in real if name.startswith("reward")]
-        refuse(len(scorers) != 1, "--model needs either --reward-model or --reward-function")
+        both_or_none = bool(args.reward_model) == bool(args.reward_function)
+        refuse(not args.prompts, "--model needs --prompts")
+        refuse(both_or_none, "--model needs either --reward-model or --reward-function")
         refuse(args.learning_rate > 1e-4, "--model needs a --learning-rate of at most 1e-4; try 1e-6")
         refuse(args.reward_model_updates, "--reward-model-updates is for the task made on the spot")
         refuse(args.lora_rank and args.share_critic, "--lora-rank and --share-critic exclude each other")
     else:
-        refuse(real, f"--{'-'.join(real[:1]).replace('_', '-')} needs --model")
-    with refuse_errors(f"--device {args.device} cannot be used; use cpu", RuntimeError, AssertionError):
-        torch.zeros(1, device=args.device)
+        refuse(args.device != "cpu", "--device needs --model; the task made on the spot is for the CPU")
+        for name in NEEDS_MODEL:
+            refuse(getattr(args, name), f"--{name.replace('_', '-')} needs --model")
 
 
 def parse_args(default: Args) -> Args:
@@ -1273,17 +1285,16 @@ def main() -> None:
         if args.resume:
             args = parse_args(load_checkpoint(args.resume)["args"])
         check_args(args)
-        if world()[0] == 0:
-            say(plan(args))
         if args.plan:
-            for _, number, _, text in ADVICE:
-                say(f"advice     if {number:>2} times in a row: {text}")
+            lines = [f"advice     if {number:>2} times in a row: {text}" for _, number, _, text in ADVICE]
+            say("\n".join([plan(args), *lines]))
         else:
             for name in {"SIGINT", "SIGTERM", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP
                 signal.signal(getattr(signal, name), request_stop)
             train(args, stop)
     except (Refused, Diverged) as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        notes = getattr(error, "__notes__", [])
+        print(f"{Path(sys.argv[0]).name}: {error}", *notes, sep="\n", file=sys.stderr)
         sys.exit(2 if isinstance(error, Refused) else 1)
     if stop:
         sys.exit(128 + stop[0])

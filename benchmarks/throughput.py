@@ -80,7 +80,7 @@ def run_ours(flags: str, case: Case, env_id: str, num_envs: int, timesteps: int)
 
     collect = script.collect_rollout
     script.collect_rollout = collect_rollout
-    for name in ("collect_rollout", "make_batch", "update"):
+    for name in {"collect_rollout", "make_batch", "update"} & set(dir(script)):  # earlier ones had fewer
         setattr(script, name, timed(name, getattr(script, name)))
     command = (
         f"--env-id {env_id} --num-envs {num_envs} --total-timesteps {timesteps} --num-steps {case.num_steps} "
@@ -100,7 +100,7 @@ def run_ours(flags: str, case: Case, env_id: str, num_envs: int, timesteps: int)
     shares = {
         "environment": spent["environment"],
         "acting": spent["collect_rollout"] - spent["environment"],
-        "advantages": spent["make_batch"],
+        "advantages": spent.get("make_batch", 0.0),
         "update": spent["update"],
     }
     shares["other"] = 1 - sum(shares.values())

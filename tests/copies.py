@@ -1,10 +1,10 @@
 """Keep what the scripts have in common the same text in each.
 
-    python tests/copies.py          # list what has drifted from ppo.py; exit status 1 if anything has
-    python tests/copies.py --fix    # write ppo.py's version into the other scripts
+    python tests/copies.py          # list what has drifted from its original; exit status 1 if anything has
+    python tests/copies.py --fix    # write the original's version into the copies
 
 A unit is a function, a method, the rest of a class, or an assignment, at the top level of a script. Those of
-ppo.py must stand word for word in every other script, but for those that `DIFFERENT` names: what differs on
+a script's original must stand in it word for word, but for those that `DIFFERENT` names: what differs on
 purpose, or has no place there. Fields of settings are compared one by one, by name and type; their defaults
 and texts may differ.
 """
@@ -16,8 +16,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SETTINGS = ("Experiment", "Environment", "Algorithm", "Performance")
-DIFFERENT = {  # script: units of ppo.py that differ there on purpose, or are absent
+SETTINGS = ("Experiment", "Environment", "Task", "Algorithm", "Performance")
+ORIGINALS = {
+    "ppo_continuous.py": "ppo.py",
+    "ppo_atari.py": "ppo.py",
+    "ppo_rlhf.py": "ppo.py",
+    "grpo.py": "ppo_rlhf.py",
+}
+DIFFERENT = {  # script: units of its original that differ there on purpose, or are absent
     "ppo_continuous.py": "mlp Agent.__init__ Agent.log_policy Agent.act gumbel_noise log_prob entropy "
     "kl_divergence Batch Rollout.__init__ collect_rollout make_batch update train "
     "make_envs ADVICE FORMAT load_policy BOUNDS check_args",
@@ -26,7 +32,14 @@ DIFFERENT = {  # script: units of ppo.py that differ there on purpose, or are ab
     "collect_rollout finished_episodes scale_rewards make_batch gradient_step compile_gradient_step "
     "distance_moved update train make_env make_flat_env make_envs check_finite Run.__exit__ FORMAT "
     "load_policy evaluate BOUNDS check_args main",
+    "ppo_rlhf.py": "all but: Diverged refuse refuse_errors say",
+    "grpo.py": "ScalarModel Models Models.__init__ whiten token_rewards score compute_gae Batch LOSSES "
+    "METRICS ppo_loss State collect update adjust_coefficients train WordTokenizer.encode "
+    "WordTokenizer.decode learn_to_write make_models zero_head load_models load_pretrained ADVICE diagnose plan Run.__init__ "
+    "Run.progress Run.finish FORMAT trained_parameters BOUNDS check_args parse_args "
+    "--reward_function",
 }
+ALL_BUT = "all but: "
 
 
 def units(text: str) -> dict[str, tuple[int, int]]:
@@ -74,7 +87,8 @@ def drifted(original: str, copy: str, different: set[str]) -> list[str]:
     same = {name for name in names if name in theirs and cut(original, ours[name]) == cut(copy, theirs[name])}
     wrong = [name for name in names if name not in same]
     types, other_types = fields(original), fields(copy)
-    return wrong + [f"--{name}" for name in types.keys() & other_types if types[name] != other_types[name]]
+    flags = [f"--{name}" for name in types.keys() & other_types if types[name] != other_types[name]]
+    return wrong + [flag for flag in flags if flag not in different]
 
 
 def fixed(original: str, copy: str, different: set[str]) -> str:
@@ -99,20 +113,21 @@ def fixed(original: str, copy: str, different: set[str]) -> str:
 
 def main() -> None:
     """The command line."""
-    original = (ROOT / "ppo.py").read_text()
     drift = False
-    for script, names in DIFFERENT.items():
-        path, different = ROOT / script, set(names.split())
-        copy = path.read_text()
+    for script, source in ORIGINALS.items():
+        original, path = (ROOT / source).read_text(), ROOT / script
+        copy, names = path.read_text(), units(original).keys()
+        listed = set(DIFFERENT[script].removeprefix(ALL_BUT).split())
+        different = names - listed if DIFFERENT[script].startswith(ALL_BUT) else listed
         if "--fix" in sys.argv:
             copy = fixed(original, copy, different)
             path.write_text(copy)
         for name in drifted(original, copy, different):
             drift = True
-            print(f"{script}: {name} is not as in ppo.py")
-        for name in sorted(different - units(original).keys()):
+            print(f"{script}: {name} is not as in {source}")
+        for name in sorted(name for name in listed - names if not name.startswith("--")):
             drift = True
-            print(f"tests/copies.py: ppo.py has no {name}")
+            print(f"tests/copies.py: {source} has no {name}")
     sys.exit(drift)
 
 

@@ -24,7 +24,7 @@ def tool(tmp_path):
     """A copy of the repository's scripts, in which the tool can be called."""
     (tmp_path / "tests").mkdir()
     shutil.copy(ROOT / "tests/copies.py", tmp_path / "tests")
-    for path in ROOT.glob("ppo*.py"):
+    for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
 
     def call(*flags):

@@ -1,8 +1,11 @@
 """ppo_rlhf.py: its equations against independent computations, its GPT against transformers', its runs."""
 
+import copy
 import itertools
 import json
 import math
+import os
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -155,6 +158,227 @@ def test_score_is_on_the_last_token():
     torch.testing.assert_close(rewards, torch.tensor([[0.9, 0, 0], [-0.1, -0.1, 1.9]]))
 
 
+def test_padding_is_no_stop_token():
+    batch = to_responses([2, 3], [[0, 0], [0, STOP], [0, 0, 0]])
+    assert rlhf.ends_with_stop(batch, STOP).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("whiten_rewards", [False, True])
+def test_collect(whiten_rewards):
+    """Log-probabilities, rewards, advantages and metrics, each computed again, response by response."""
+    models = rlhf.Models(random_gpt(1), random_critic(3), random_gpt(2), random_critic(4))
+    models.prompts = torch.tensor([[STOP, 2, 3], [0, 2, 2]]), torch.tensor([[False, True, True], [True] * 3])
+    models.tokenizer = Tokenizer()
+    args = rlhf.Args(model="any", batch_size=40, micro_batch_size=7, max_response_length=4, temperature=0.8)
+    args = replace(args, missing_eos_penalty=0.7, gae_lambda=0.9, whiten_rewards=whiten_rewards)
+    beta = 0.25
+    batch, metrics = rlhf.collect(models, args, rlhf.State(1e-3, beta))
+    with torch.no_grad():
+        log_probs, entropies = rlhf.token_log_probs(models.actor, batch, 0.8)
+        ref_log_probs, _ = rlhf.token_log_probs(models.reference, batch, 0.8)
+        values, outputs = models.critic(batch), models.reward_model(batch)
+    torch.testing.assert_close(batch.log_probs, log_probs)
+    torch.testing.assert_close(batch.values, values[:, :-1])
+    starts = {tuple(row) for row in batch.tokens[:, :3].tolist()}
+    assert starts == {(STOP, 2, 3), (0, 2, 2)}
+    rows = []
+    for i, mask in enumerate(batch.mask):
+        length = int(mask.sum())
+        tokens = batch.tokens[i, 3 : 3 + length].tolist()
+        row = {"length": length, "stops": tokens[-1] == STOP, "values": [*values[i, :length].tolist(), 0.0]}
+        row["score"] = outputs[i, length].item() - 0.7 * (not row["stops"])
+        row["kl"] = (log_probs - ref_log_probs)[i, :length].tolist()
+        row["rewards"] = [-beta * kl for kl in row["kl"]]
+        row["rewards"][-1] += row["score"]
+        row["log_prob"] = log_probs[i, :length].sum().item()
+        row["surprise"] = -ref_log_probs[i, :length].mean().item()
+        row["entropies"] = entropies[i, :length].tolist()
+        rows.append(row)
+    everything = torch.tensor([reward for row in rows for reward in row["rewards"]])
+    mean, std = everything.mean().item(), everything.std(correction=0).item()
+    advantages, returns = [], []
+    for row in rows:
+        if whiten_rewards:
+            row["rewards"] = [(reward - mean) / std + mean for reward in row["rewards"]]
+        v = row["values"]
+        deltas = [reward + v[t + 1] - v[t] for t, reward in enumerate(row["rewards"])]
+        for t in range(row["length"]):
+            advantages.append(sum(0.9**k * delta for k, delta in enumerate(deltas[t:])))
+            returns.append(advantages[-1] + v[t])
+    advantages, returns = torch.tensor(advantages).double(), torch.tensor(returns).double()
+    whitened = (advantages - advantages.mean()) / advantages.std(correction=0)
+    torch.testing.assert_close(batch.advantages[batch.mask], whitened, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(batch.returns[batch.mask], returns, atol=1e-4, rtol=1e-4)
+
+    def average(value):
+        return pytest.approx(sum(map(value, rows)) / len(rows), rel=1e-4, abs=1e-6)
+
+    assert metrics["objective/kl"] == average(lambda row: sum(row["kl"]))
+    assert metrics["objective/entropy"] == average(lambda row: -row["log_prob"])
+    assert metrics["objective/scores"] == average(lambda row: row["score"])
+    assert metrics["objective/non_score_reward"] == average(lambda row: -beta * sum(row["kl"]))
+    assert metrics["objective/rlhf_reward"] == average(lambda row: row["score"] - beta * sum(row["kl"]))
+    assert metrics["response/length"] == average(lambda row: row["length"])
+    assert metrics["response/cut_off"] == average(lambda row: not row["stops"])
+    limit = metrics["objective/surprise_limit"]
+    surprises = torch.tensor([row["surprise"] for row in rows])
+    assert limit == pytest.approx(surprises.quantile(0.99).item(), rel=1e-5)
+    assert metrics["objective/surprise"] == average(lambda row: row["surprise"] > limit)
+    assert metrics["val/num_eos_tokens"] == sum(row["stops"] for row in rows)
+    scores = torch.tensor([row["score"] for row in rows])
+    assert metrics["objective/scores_std"] == pytest.approx(scores.std(correction=0).item(), rel=1e-4)
+    tokens = torch.tensor([entropy for row in rows for entropy in row["entropies"]])
+    assert metrics["policy/entropy_avg"] == pytest.approx(tokens.mean().item(), rel=1e-4)
+    explained = 1 - (advantages.var() / returns.var()).item()
+    assert metrics["val/explained_variance"] == pytest.approx(explained, rel=1e-3)
+    assert metrics["val/sampling_mismatch"] < 1e-5
+
+
+def test_surprise_is_measured_by_the_first_batch():
+    models = rlhf.Models(random_gpt(1), random_critic(3), random_gpt(2), random_critic(4))
+    models.prompts = torch.tensor([[2, 3]]), torch.tensor([[True, True]])
+    models.tokenizer = Tokenizer()
+    args = rlhf.Args(model="any", batch_size=16, max_response_length=4)
+    for limit, share in ((0.0, 1.0), (1e9, 0.0)):
+        state = rlhf.State(1e-3, 0.1, first={"objective/surprise_limit": limit})
+        assert rlhf.collect(models, args, state)[1]["objective/surprise"] == share
+
+
+@pytest.mark.parametrize("clip_vloss", [False, True])
+def test_loss_and_metrics_token_by_token(clip_vloss):
+    torch.manual_seed(0)
+    responses = to_responses([2, 3], [[0] * (i % 4) + [STOP] for i in range(8)])
+    models = rlhf.Models(random_gpt(1), random_critic(3), random_gpt(2), None)
+    args = rlhf.Args(clip_vloss=clip_vloss, clip_coef=0.3, vf_coef=0.7, temperature=0.9)
+    with torch.no_grad():
+        new, _ = rlhf.token_log_probs(models.actor, responses, 0.9)
+        values = models.critic(responses)[:, :-1]
+    shifts, changes, advantages, errors = torch.randn(4, 8, 4, dtype=torch.float64)
+    batch = rlhf.Batch(
+        *responses, new - shifts / 2, values - changes / 2, advantages, values + errors, torch.zeros(8)
+    )
+    loss, metrics = rlhf.ppo_loss(models, batch, args)
+    sums = dict.fromkeys(rlhf.METRICS, 0.0)
+    for i, t in responses.mask.nonzero().tolist():
+        log_ratio, advantage = shifts[i, t].item() / 2, advantages[i, t].item()
+        ratio, change, error = math.exp(log_ratio), changes[i, t].item() / 2, errors[i, t].item()
+        value_loss = error**2 / 2
+        if clip_vloss:
+            clipped = min(max(change, -0.3), 0.3)
+            value_loss = max(value_loss, (error + change - clipped) ** 2 / 2)
+        sums["loss/policy_avg"] -= min(ratio * advantage, min(max(ratio, 0.7), 1.3) * advantage)
+        sums["loss/value_avg"] += value_loss
+        sums["policy/approxkl_avg"] += log_ratio**2 / 2
+        sums["policy/clipfrac_avg"] += not 0.7 <= ratio <= 1.3
+        sums["val/clipfrac_avg"] += abs(change) > 0.3
+        sums["val/ratio"] += ratio
+    assert dict(zip(rlhf.METRICS, metrics.tolist(), strict=True)) == pytest.approx(sums)
+    assert loss.item() == pytest.approx(sums["loss/policy_avg"] + 0.7 * sums["loss/value_avg"])
+
+
+def test_update_takes_a_clipped_step():
+    """The first step of Adam is the learning rate times g / (|g| + ε), with g clipped for each network."""
+    torch.manual_seed(0)
+    models = rlhf.Models(random_gpt(1), random_critic(3), random_gpt(2).requires_grad_(False), None)
+    before = copy.deepcopy(models)
+    responses = to_responses([2, 3], [[0] * (i % 4) + [STOP] for i in range(8)])
+    old, values, advantages, returns = torch.randn(4, 8, 4, dtype=torch.float64)
+    batch = rlhf.Batch(*responses, -old.abs(), values, advantages, returns, torch.zeros(8))
+    args = rlhf.Args(batch_size=8, num_minibatches=1, update_epochs=1, max_grad_norm=1e-3)
+    optimizer = rlhf.Adam(rlhf.trained_parameters(models), eps=1e-5)
+    metrics = rlhf.update(models, optimizer, batch, args, rlhf.State(0.02, 0.1))
+    loss, sums = rlhf.ppo_loss(before, batch, args)
+    (loss / batch.mask.sum()).backward()
+    for name in ("actor", "critic"):
+        parameters = list(getattr(before, name).parameters())
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        norm = torch.cat([g.flatten() for g in gradients]).norm()
+        assert norm > 1e-3
+        for p, g, new in zip(parameters, gradients, getattr(models, name).parameters(), strict=True):
+            clipped = g * 1e-3 / (norm + 1e-6)
+            torch.testing.assert_close(p - new, 0.02 * clipped / (clipped.abs() + 1e-5))
+    expected = (sums / batch.mask.sum()).tolist()
+    assert [metrics[name] for name in rlhf.METRICS] == pytest.approx(expected)
+    assert metrics["val/first_approxkl"] == pytest.approx(metrics["policy/approxkl_avg"])
+    assert metrics["lr"] == 0.02
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_training_mode_is_for_gradient_checkpointing(gradient_checkpointing):
+    """In evaluation mode, no dropout can make the ratio differ from 1; transformers checkpoints in the other."""
+    models = rlhf.Models(random_gpt(1), random_critic(3), random_gpt(2), None)
+    zeros = torch.zeros(4, 2, dtype=torch.float64)
+    batch = rlhf.Batch(*to_responses([2, 3], [[0, STOP]] * 4), zeros, zeros, zeros, zeros, torch.zeros(4))
+    args = rlhf.Args(update_epochs=1, num_minibatches=1, gradient_checkpointing=gradient_checkpointing)
+    optimizer = rlhf.Adam(rlhf.trained_parameters(models))
+    rlhf.update(models, optimizer, batch, args, rlhf.State(1e-3, 0.1))
+    assert models.actor.training == models.critic.training == gradient_checkpointing
+
+
+def test_update_sees_each_response_once_per_epoch(monkeypatch):
+    models = rlhf.Models(random_gpt(1), random_critic(3), random_gpt(2), None)
+    responses = to_responses([2, 3], [[0, STOP]] * 12)
+    zeros = torch.zeros(12, 2, dtype=torch.float64)
+    batch = rlhf.Batch(*responses, zeros, zeros, zeros, zeros, torch.arange(12.0))
+    seen = []
+    loss = rlhf.ppo_loss
+
+    def spy(models, part, args):
+        seen.append(part.scores.tolist())
+        return loss(models, part, args)
+
+    monkeypatch.setattr(rlhf, "ppo_loss", spy)
+    args = rlhf.Args(batch_size=12, num_minibatches=3, update_epochs=2, micro_batch_size=2)
+    optimizer = rlhf.Adam(rlhf.trained_parameters(models))
+    rlhf.update(models, optimizer, batch, args, rlhf.State(1e-3, 0.1))
+    assert [len(part) for part in seen] == [2] * 12
+    epochs = [list(itertools.chain(*parts)) for parts in (seen[:6], seen[6:])]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(12))
+        assert epoch != sorted(epoch)
+    assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"), [(3.0, 0.98), (5.4, 0.99), (6.0, 1.0), (6.6, 1.01), (7.2, 1.02), (60.0, 1.02)]
+)
+def test_kl_target(kl, factor):
+    """[Ziegler], §2.2: e = clip(KL / target - 1, -0.2, 0.2), and β is multiplied by 1 + 0.1 e."""
+    state = rlhf.State(1.0, kl_coef=0.5, episodes=300)
+    args = rlhf.Args(kl_target=6.0, learning_rate=1e-3, total_episodes=1000)
+    rlhf.adjust_coefficients(state, args, {})
+    assert (state.kl_coef, state.learning_rate) == (0.5, pytest.approx(7e-4))
+    rlhf.adjust_coefficients(state, args, {"objective/kl": kl})
+    assert state.kl_coef == pytest.approx(0.5 * factor)
+    rlhf.adjust_coefficients(state, replace(args, kl_target=None), {"objective/kl": kl})
+    assert state.kl_coef == pytest.approx(0.5 * factor)
+
+
+def test_functions_of_trl():
+    """Those of TRL's PPO that are right; its whitening has the unbiased variance."""
+    ppo_trainer = pytest.importorskip("trl.experimental.ppo.ppo_trainer")
+    utils = pytest.importorskip("trl.trainer.utils")
+    torch.manual_seed(0)
+    x, mask = torch.randn(5, 7) * 3 + 2, torch.rand(5, 7) < 0.6
+    unbiased = ((mask.sum() - 1) / mask.sum()).sqrt()
+    theirs = ppo_trainer.masked_whiten(x, mask) * mask / unbiased
+    torch.testing.assert_close(rlhf.whiten(x, mask), theirs)
+    actor = random_gpt(1)
+    batch = to_responses([2, 3], [[0, 2, STOP], [3, 3, 0, 0, 2, STOP]], padding=3)
+    length = batch.mask.shape[1]
+    inputs = rlhf.model_inputs(batch.tokens, batch.attention)
+    logits = actor(**inputs, logits_to_keep=length + 1).logits[:, :-1] / 0.7
+    log_probs, entropies = rlhf.token_log_probs(actor, batch, 0.7)
+    theirs = utils.selective_log_softmax(logits, batch.tokens[:, -length:])
+    torch.testing.assert_close(log_probs, theirs)
+    torch.testing.assert_close(entropies, utils.entropy_from_logits(logits))
+    args = rlhf.Args(max_response_length=6)
+    prompts = torch.tensor([[2, 3]]).repeat(50, 1)
+    responses, _ = rlhf.generate(actor, prompts, torch.ones_like(prompts) > 0, Tokenizer(), args)
+    cut = ppo_trainer.truncate_response(STOP, -1, responses.tokens[:, 2:])
+    assert torch.equal(cut != -1, responses.mask)
+
+
 def test_whitening_sees_only_the_mask():
     torch.manual_seed(0)
     x, mask = torch.randn(5, 7) * 3 + 2, torch.rand(5, 7) < 0.6
@@ -271,6 +495,75 @@ def test_human_taste(prompt, response, taste):
     assert rlhf.human(prompt, response) == taste
 
 
+# ------------------------------------------------- Advice -------------------------------------------------
+
+HEALTHY = {
+    "objective/surprise": 0.01, "objective/kl": 2.0, "objective/scores": 1.0, "objective/scores_std": 1.0,
+    "objective/rlhf_reward": 0.8, "response/length": 6.0, "response/cut_off": 0.05,
+    "val/sampling_mismatch": 1e-6, "val/first_approxkl": 1e-12, "policy/entropy_avg": 0.9,
+    "val/explained_variance": 0.5,
+}  # fmt: skip
+CASES = {  # advice: metrics that call for it, after so many iterations
+    "hacking": ({"objective/surprise": 0.21}, 3),
+    "drift": ({"objective/surprise": 0.06}, 10),
+    "kl": ({"objective/kl": 10.1}, 5),
+    "falling": ({"objective/scores": 1.1, "objective/rlhf_reward": 0.69}, 10),
+    "length": ({"response/length": 7.9}, 5),
+    "cut-off": ({"response/cut_off": 0.21}, 5),
+    "mismatch": ({"val/sampling_mismatch": 2e-4}, 1),
+    "ratio": ({"val/first_approxkl": 2e-6}, 1),
+    "entropy": ({"policy/entropy_avg": 0.35}, 10),
+    "critic": ({"val/explained_variance": -0.01}, 10),
+}
+
+
+def advice_over(sequence, args=None):
+    """The names of the advice of each iteration, after one with healthy metrics."""
+    state = rlhf.State(1e-3, 0.1, first=HEALTHY)
+    rlhf.diagnose(HEALTHY, args or rlhf.Args(), state)
+    found = []
+    for metrics in sequence:
+        messages = rlhf.diagnose(metrics, args or rlhf.Args(), state)
+        found.append([message[1 : message.index("]")] for message in messages])
+    return found
+
+
+def test_every_advice_has_a_case():
+    assert [name for name, *_ in rlhf.ADVICE] == list(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_advice(name):
+    changes, iterations = CASES[name]
+    ill = HEALTHY | changes
+    expected = [[] for _ in range(30)]
+    expected[iterations - 1] = [name]  # once
+    assert advice_over([ill] * 30) == expected
+    if iterations > 1:  # a healthy iteration in between: not in a row
+        row = [*[ill] * (iterations - 1), HEALTHY]
+        assert not any(advice_over(row * 3))
+
+
+def test_healthy_metrics_get_no_advice():
+    almost = {
+        "objective/surprise": 0.04,
+        "objective/kl": 9.9,
+        "response/length": 7.7,
+        "response/cut_off": 0.19,
+    }
+    limits = {"val/sampling_mismatch": 9e-5, "policy/entropy_avg": 0.4, "objective/rlhf_reward": 0.71}
+    assert not any(advice_over([HEALTHY] * 30))
+    assert not any(advice_over([HEALTHY | almost | limits] * 30))
+    rough = HEALTHY | {"val/sampling_mismatch": 0.09}
+    assert not any(advice_over([rough] * 3, rlhf.Args(bfloat16=True)))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_metrics_that_are_not_finite_end_the_run(value):
+    with pytest.raises(rlhf.Diverged, match="a metric is not finite"):
+        advice_over([HEALTHY | {"loss/value_avg": value}])
+
+
 # ------------------------------------------------- Runs ---------------------------------------------------
 
 
@@ -314,6 +607,10 @@ def test_resumed_run_is_identical(small, updates):
     whole = rlhf.train(args, StopAfter(4))["checkpoint"]
     half = rlhf.train(args, StopAfter(1))["checkpoint"]
     assert not torch.equal(weights(whole), weights(half))
+    content = rlhf.load_checkpoint(whole)
+    assert {group["eps"] for group in content["optimizer"]["param_groups"]} == {1e-5}
+    assert content["state"]["episodes"] == 128
+    assert abs(content["state"]["first"]["objective/kl"]) < 1e-6  # as the actor is the reference at first
     resumed = rlhf.train(replace(args, resume=half), StopAfter(3))["checkpoint"]
     assert torch.equal(weights(whole), weights(resumed))
 
@@ -328,6 +625,9 @@ def nan(prompts, responses):
 
 def raises(prompts, responses):
     raise RuntimeError("no such thing")
+
+def huge(prompts, responses):
+    return [1e30] * len(prompts)
 
 def too_few(prompts, responses):
     return [0.0]
@@ -427,6 +727,75 @@ def test_reward_function(folder, monkeypatch):
     assert metrics["objective/scores"] == pytest.approx(scores.mean().item(), abs=1e-5)
 
 
+def finite(path):
+    """Whether all that a checkpoint has is finite."""
+    content = rlhf.load_checkpoint(path)
+    moments = [x for slots in content["optimizer"]["state"].values() for x in slots.values()]
+    return all(x.isfinite().all() for x in (*content["weights"].values(), *moments))
+
+
+@pytest.mark.parametrize("network", ["actor", "critic"])
+@pytest.mark.parametrize(("iterations", "seconds"), [(1, 600), (3, 600), (3, 1e-9)])
+def test_weights_that_are_not_numbers_end_the_run(
+    folder, tmp_path, monkeypatch, network, iterations, seconds
+):
+    """The next checkpoint or the next iteration notices them; the last checkpoint is from before."""
+    monkeypatch.chdir(tmp_path)
+    update = rlhf.update
+
+    def poisoned(models, *rest):
+        metrics = update(models, *rest)
+        with torch.no_grad():
+            next(getattr(models, network).parameters()).fill_(math.nan)
+        return metrics
+
+    monkeypatch.setattr(rlhf, "update", poisoned)
+    with pytest.raises(rlhf.Diverged, match="not finite") as error:
+        rlhf.train(real_args(folder, total_episodes=32 * iterations, checkpoint_seconds=seconds))
+    (path,) = tmp_path.glob("runs/*/checkpoint.pt")
+    assert finite(path)
+    done = 64 if (network, iterations, seconds) == ("critic", 3, 600) else 32
+    assert error.value.__notes__ == [f"failed after {done} responses; resume with: {resume_command(path)}"]
+
+
+def resume_command(path, *words):
+    return shlex.join(["python", sys.argv[0], *words, "--resume", str(path.relative_to(Path.cwd()))])
+
+
+def test_an_error_says_how_to_resume(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(rlhf, "update", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as error:
+        rlhf.train(real_args(folder, reward_function="rewards:vowels"))
+    (path,) = tmp_path.glob("runs/*/checkpoint.pt")
+    command = resume_command(path, "--reward-function", "rewards:vowels")
+    assert error.value.__notes__ == [f"failed after 0 responses; resume with: {command}"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"bfloat16": True}, {"gradient_checkpointing": True}], ids=str)
+def test_models_need_no_peft_and_load_in_silence(folder, monkeypatch, capfd, changes):
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.enable_progress_bar()
+    monkeypatch.setitem(sys.modules, "peft", None)
+    rlhf.load_models(real_args(folder, **changes))
+    out, err = capfd.readouterr()
+    assert "Loading" not in out + err
+    with pytest.raises(rlhf.Refused, match="--lora-rank needs: pip install peft"):
+        rlhf.load_models(real_args(folder, lora_rank=2))
+
+
+def test_critic_starts_from_the_reward_model(folder):
+    models = rlhf.load_models(real_args(folder))
+    batch = to_responses([4, 5], [[6, 7, 1], [8, 1]])
+    torch.testing.assert_close(models.critic(batch), models.reward_model(batch))
+    for changes in ({"share_critic": True}, {"reward_function": "math:prod"}):
+        models = rlhf.load_models(real_args(folder, **changes))
+        assert not models.critic(batch).any()
+        shared = {id(p) for p in models.actor.parameters()} & {id(p) for p in models.critic.parameters()}
+        assert bool(shared) == ("share_critic" in changes)
+
+
 def test_resumed_run_of_a_real_model_is_identical(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = real_args(folder)
@@ -448,7 +817,7 @@ def test_resumed_run_of_a_real_model_is_identical(folder, tmp_path, monkeypatch)
         ({"lora_rank": 4}, "--lora-rank needs --model"),
         ({"kl_coef": math.nan}, "--kl-coef is nan"),
         ({"model": "x"}, "--model needs --prompts"),
-        ({"resume": "missing.pt"}, "missing.pt is not a checkpoint"),
+        ({"resume": "missing.pt"}, "missing.pt cannot be loaded as a checkpoint"),
         ({"device": "nonsense"}, "--device nonsense cannot be used"),
     ],
 )
@@ -465,7 +834,8 @@ def test_refused_settings(small, changes, reason):
         ('{"text": "a"}', "line 1 is not JSON such as"),
         ('["a"]', "line 1 is not JSON such as"),
         ('{"prompt": 3}', "line 1 is not JSON such as"),
-        ('{"prompt": " "}', "line 1 has an empty prompt"),
+        ('{"prompt": ["a"]}', "line 1 is not JSON such as"),
+        ('{"prompt": "a"}\n{"prompt": " "}', "line 2 has an empty prompt"),
         ("", "has no prompts"),
         (json.dumps({"prompt": "a" * 30}), "the model reads 32"),
     ],
@@ -481,12 +851,13 @@ def test_refused_prompts(folder, tmp_path, lines, reason):
     ("changes", "reason"),
     [
         ({"prompts": "missing.jsonl"}, "cannot read --prompts missing.jsonl"),
-        ({"model": "missing"}, "cannot load --model missing"),
+        ({"model": "./no/folder"}, "cannot load --model ./no/folder"),
         ({"reward_function": "missing:f"}, "cannot import --reward-function missing:f"),
         ({"reward_function": "rewards:missing"}, "cannot import --reward-function rewards:missing"),
         ({"reward_function": "rewards:nan"}, "must return 8 finite numbers"),
         ({"reward_function": "rewards:too_few"}, "must return 8 finite numbers"),
         ({"reward_function": "rewards:raises"}, "no such thing"),
+        ({"reward_model": "./no/folder"}, "cannot load --reward-model ./no/folder"),
     ],
 )
 def test_refused_files_and_functions(folder, tmp_path, monkeypatch, changes, reason):
@@ -496,6 +867,28 @@ def test_refused_files_and_functions(folder, tmp_path, monkeypatch, changes, rea
         rlhf.train(real_args(folder, **changes))
 
 
+def test_refused_models(folder, tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "llama")
+    for name, suffix, change in (
+        ("no-pad", "", lambda: setattr(tokenizer, "pad_token", None)),
+        ("other", "-reward", lambda: tokenizer.add_tokens(["more"])),
+    ):
+        kind = "SequenceClassification" if suffix else "CausalLM"
+        auto_class = getattr(transformers, f"AutoModelFor{kind}")
+        auto_class.from_pretrained(folder / f"llama{suffix}").save_pretrained(tmp_path / name)
+        change()
+        tokenizer.save_pretrained(tmp_path / name)
+    with pytest.raises(rlhf.Refused, match="has no pad_token"):
+        rlhf.load_models(replace(real_args(folder), model=str(tmp_path / "no-pad")))
+    with pytest.raises(rlhf.Refused, match="needs the tokenizer of --model"):
+        rlhf.load_models(real_args(folder, reward_model=str(tmp_path / "other")))
+    models = rlhf.Models(random_gpt(1), random_critic(3), random_gpt(2), None)
+    monkeypatch.setattr(rlhf, "load_pretrained", lambda args: models)
+    with pytest.raises(rlhf.Refused, match="the reference must be frozen"):
+        rlhf.load_models(real_args(folder))
+
+
 def test_command_line_refuses_in_one_line(tmp_path):
     command = [sys.executable, str(ROOT / "ppo_rlhf.py"), "--temperature", "0"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -503,3 +896,110 @@ def test_command_line_refuses_in_one_line(tmp_path):
     assert done.stderr.startswith("ppo_rlhf.py: --temperature is 0.0")
     assert len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------- Slow tests ---------------------------------------------
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def flags(args):
+    """Settings as words of a command line."""
+    words = []
+    for name, value in vars(args).items():
+        if value != getattr(rlhf.Args(), name):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return words
+
+
+def command_line(words, folder, status=0):
+    """Run a command in a folder of its own. Returns what it prints, to both streams."""
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == status, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_reaches_90_percent_of_the_optimum(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    results = rlhf.train(rlhf.Args(total_episodes=15_360))
+    assert results["share_of_optimum"] > 0.9
+    assert results["left_out"] < 0.05
+    assert results["identity"] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.slow
+def test_command_line(folder, tmp_path):
+    """A run with a reward function, and the commands that it prints at its end or after an error."""
+    (tmp_path / "rewards.py").write_text(REWARD)
+    script = str(ROOT / "ppo_rlhf.py")
+    args = real_args(folder, reward_function="rewards:vowels", total_episodes=32)
+    out, _ = command_line([sys.executable, script, *flags(args)], tmp_path)
+    assert "1,024" not in out
+    resume = out.splitlines()[-1].removeprefix("resume ").split()
+    out, _ = command_line([sys.executable, *resume[1:]], tmp_path)
+    assert "64 responses 100%" in out
+    diverging = replace(args, reward_function="rewards:huge")
+    _, err = command_line([sys.executable, script, *flags(diverging)], tmp_path, status=1)
+    first, second = err.splitlines()
+    assert first.startswith("ppo_rlhf.py: a metric is not finite")
+    assert second.startswith("failed after 32 responses; resume with: python")
+    failing = replace(args, reward_function="rewards:nan")
+    _, err = command_line([sys.executable, script, *flags(failing)], tmp_path, status=2)
+    assert err.startswith("ppo_rlhf.py: the reward function must return 8 finite numbers")
+
+
+@pytest.mark.slow
+def test_two_processes_learn_like_one(tmp_path):
+    """Halves of a batch in two processes: the weights and metrics of all of it in one."""
+    for launcher in ([sys.executable], TORCHRUN):
+        command_line([*launcher, __file__, str(tmp_path)], tmp_path)
+    one, first, second = (torch.load(tmp_path / f"{name}.pt") for name in ("1-0", "2-0", "2-1"))
+    for other in (first, second):
+        torch.testing.assert_close(one["weights"], other["weights"])
+        assert one["metrics"] == pytest.approx(other["metrics"], rel=1e-6)
+        torch.testing.assert_close(one["whitened"][other["rows"]], other["whitened"])
+    assert not torch.equal(first["noise"], second["noise"])
+
+
+@pytest.mark.slow
+def test_torchrun(folder, tmp_path):
+    """Two processes write one folder, and one report."""
+    out, _ = command_line([*TORCHRUN, str(ROOT / "ppo_rlhf.py"), *flags(real_args(folder))], tmp_path)
+    assert out.count("folder ") == out.count("64 responses 100%") == 1
+    (path,) = tmp_path.glob("runs/*/checkpoint.pt")
+    assert rlhf.load_checkpoint(path)["state"]["episodes"] == 64
+    assert len(list(path.parent.glob("events*"))) == 1
+
+
+def share_of_an_update(folder):
+    """A process of `test_two_processes_learn_like_one`, with every second response, if there are two."""
+    torch.set_num_threads(1)
+    rank, processes = rlhf.world()
+    actor, critic = random_gpt(10 + rank), random_critic(20 + rank)  # equal once they are connected
+    models = rlhf.Models(actor, critic, random_gpt(2).requires_grad_(False), None)
+    args = rlhf.Args(batch_size=16, num_minibatches=1, update_epochs=3)
+    optimizer = rlhf.Adam(rlhf.trained_parameters(models), eps=1e-5)
+    state = rlhf.State(1e-2, 0.1)
+    torch.manual_seed(5)
+    responses = to_responses([2, 3], [[0] * (i % 4) + [STOP] for i in range(16)])
+    values, log_probs, advantages, returns = torch.randn(4, 16, 4, dtype=torch.float64)
+    batch = rlhf.Batch(*responses, -log_probs.abs(), values, advantages, returns, torch.zeros(16))
+    rows = torch.arange(rank, 16, processes)  # those of two processes have 32 and 24 tokens
+    if processes > 1:
+        rlhf.connect(args, models, state)
+    noise = torch.rand(4)
+    share = rlhf.Batch(*(column[rows] for column in batch))
+    whitened = rlhf.whiten(share.returns, share.mask)
+    metrics = rlhf.update(models, optimizer, share, args, state)
+    weights = torch.cat([p.detach().flatten() for p in models.parameters()])
+    results = {"weights": weights, "metrics": metrics, "rows": rows, "whitened": whitened, "noise": noise}
+    torch.save(results, Path(folder) / f"{processes}-{rank}.pt")
+    if processes > 1:
+        rlhf.dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    share_of_an_update(sys.argv[1])
