@@ -35,9 +35,9 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "ppo_rlhf.py": "all but: Diverged refuse refuse_errors say",
     "grpo.py": "ScalarModel Models Models.__init__ whiten token_rewards score compute_gae Batch LOSSES "
     "METRICS ppo_loss State collect update adjust_coefficients train WordTokenizer.encode "
-    "WordTokenizer.decode learn_to_write make_models zero_head load_models load_pretrained ADVICE diagnose plan Run.__init__ "
-    "Run.progress Run.finish FORMAT trained_parameters BOUNDS check_args parse_args "
-    "--reward_function",
+    "WordTokenizer.decode learn_to_write make_models zero_head load_models load_pretrained ADVICE "
+    "diagnose plan Run.__init__ Run.progress Run.finish FORMAT trained_parameters BOUNDS "
+    "check_args parse_args --reward_function",
 }
 ALL_BUT = "all but: "
 
