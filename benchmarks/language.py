@@ -115,13 +115,12 @@ class ModelCache:
 
 
 @torch.no_grad()
-def exact_curves(script: Any, models: Any, args: Any) -> dict[str, Any]:
-    """What is known without training: KL and score of the optimum by β, and of the best of n responses.
+def best_of_n(script: Any, models: Any, args: Any) -> dict[str, Any]:
+    """KL and score of the best of n responses of the reference, which needs no training.
 
-    Both are computed from all responses that are likely under the reference. The best of n has the
-    probability F(r)^n - F(r-)^n, where F is the distribution of the reference's scores.
+    A response of score r has the probability F(r)^n - F(r-)^n, where F is the distribution of the reference's
+    scores, by all responses that are likely.
     """
-    optima: dict[float, Any] = dict.fromkeys(np.geomspace(0.01, 10, 25).round(4).tolist(), 0.0)
     best: dict[int, Any] = dict.fromkeys((2**i for i in range(9)), 0.0)
     prompts = list(zip(*models.prompts, strict=True))
     for prompt, mask in prompts:
@@ -136,15 +135,10 @@ def exact_curves(script: Any, models: Any, args: Any) -> dict[str, Any]:
             kl = torch.nansum(probs * (new_log_probs - log_probs))
             return torch.stack([kl, (probs * scores).sum()]) / len(prompts)
 
-        for beta in optima:
-            optima[beta] = optima[beta] + kl_and_score(torch.log_softmax(log_probs + scores / beta, 0))
         below = torch.cat([torch.zeros(1), log_probs.exp().cumsum(0)]).double()
         for n in best:
             best[n] = best[n] + kl_and_score((below[1:] ** n - below[:-1] ** n).clamp(min=0).log())
-    return {
-        "optimum": [[beta, *(round(x, 4) for x in point.tolist())] for beta, point in optima.items()],
-        "best_of_n": [[n, *(round(x, 4) for x in point.tolist())] for n, point in best.items()],
-    }
+    return {"best_of_n": [[n, *(round(x, 4) for x in point.tolist())] for n, point in best.items()]}
 
 
 def run_study(study: Study, seed: int, cache: ModelCache) -> dict[str, Any]:
@@ -162,7 +156,7 @@ def run_study(study: Study, seed: int, cache: ModelCache) -> dict[str, Any]:
         curves = {name: [round(event.value, 4) for event in log.Scalars(tag)] for tag, name in TAGS.items()}
     results |= {name: statistics.fmean(curves[name][-5:]) for name in ("score", "gold")}
     if study.name == "default" and study.script == "ppo_rlhf":
-        results |= exact_curves(script, script.make_models(args), args)
+        results |= best_of_n(script, script.make_models(args), args)
     result = {"study": study.name, "script": study.script, "seed": seed, "flags": study.flags}
     result["kl_coef"] = args.kl_coef
     return result | {"seconds": round(seconds, 1), **results, "curves": curves}
@@ -191,14 +185,12 @@ def frontier_figure(results: pd.DataFrame) -> Figure:
     """Score against KL, with the exact frontier; then score and true taste as β falls."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    exact = results[results.optimum.notna()]
-    for column, label, color, line in (
-        ("optimum", "exact optimum", COLORS[4], "-"),
-        ("best_of_n", "best of n, exact", COLORS[2], ":"),
-    ):
-        curve = np.mean(list(exact[column][exact.seed <= 3]), 0)
-        left.plot(curve[:, 1], curve[:, 2], line, color=color, label=label)
-    results = results[results.seed <= 3]
+    honest = results[(results.script == "ppo_rlhf") & results.study.str.match("default|frontier|low-0.01")]
+    optimum = honest.groupby("kl_coef")[["kl_optimum", "objective_optimum"]].mean().reset_index()
+    scores = optimum.objective_optimum + optimum.kl_coef * optimum.kl_optimum
+    left.plot(optimum.kl_optimum, scores, "-", color=COLORS[4], label="exact optimum, by β")
+    best = np.mean(list(results.best_of_n[results.best_of_n.notna()]), 0)
+    left.plot(best[:, 1], best[:, 2], ":", color=COLORS[2], label="best of n, exact")
     kinds = {
         "frontier-": ("PPO, β from 1 to 0.02", COLORS[0], "o"),
         "k3-in-reward": ("fault: k3 in the reward", COLORS[1], "x"),
@@ -207,10 +199,10 @@ def frontier_figure(results: pd.DataFrame) -> Figure:
     for prefix, (label, color, marker) in kinds.items():
         names = (prefix, "default") if prefix == "frontier-" else (prefix,)
         found = results[(results.script == "ppo_rlhf") & results.study.str.startswith(names)]
-        left.plot(found.kl, found.objective + found.kl_coef * found.kl, marker, color=color, label=label)
+        score = found.objective_actor + found.kl_coef * found.kl_actor
+        left.plot(found.kl_actor, score, marker, color=color, label=label)
     left.set_xlabel("KL to the reference, nats per response")
     left.set_ylabel("score by the reward model")
-    left.set_xlim(0, 5)
     left.legend(loc="lower right")
     found = results[(results.script == "ppo_rlhf") & results.study.str.match("default|frontier|low")]
     again = results[results.study.str.startswith("iterated")]
@@ -219,9 +211,9 @@ def frontier_figure(results: pd.DataFrame) -> Figure:
         (found, "gold", "true taste, never learnt from", 1),
         (again, "gold", "true taste, reward model learnt again", 2),
     ):
-        means = rows.groupby("study")[["kl", column]].mean().sort_values("kl")
-        right.plot(rows.kl, rows[column], ".", color=COLORS[index], alpha=0.5)
-        right.plot(means.kl, means[column], STYLES[index], color=COLORS[index], label=label)
+        means = rows.groupby("study")[["kl_actor", column]].mean().sort_values("kl_actor")
+        right.plot(rows.kl_actor, rows[column], ".", color=COLORS[index], alpha=0.5)
+        right.plot(means.kl_actor, means[column], STYLES[index], color=COLORS[index], label=label)
     right.set_xlabel("KL to the reference, nats per response, as β falls from 1 to 0.002")
     right.legend(loc="lower left")
     return figure
@@ -238,7 +230,7 @@ def print_tables() -> None:
     """Print the tables of docs/language_models.md."""
     results = load_language()
     rows = results.groupby(["script", "study"], sort=False)
-    table = rows[["share_of_optimum", "kl", "score", "gold", "seconds"]].median()
+    table = rows[["share_of_optimum", "kl_actor", "score", "gold", "seconds"]].median()
     table.insert(0, "runs", rows.size())
     print(table.round(3).to_markdown())
 

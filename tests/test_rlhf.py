@@ -305,7 +305,7 @@ def test_update_takes_a_clipped_step():
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_training_mode_is_for_gradient_checkpointing(gradient_checkpointing):
-    """In evaluation mode, no dropout can make the ratio differ from 1; transformers checkpoints in the other."""
+    """In evaluation mode, no dropout can make the ratio differ from 1; transformers checkpoints otherwise."""
     models = rlhf.Models(random_gpt(1), random_critic(3), random_gpt(2), None)
     zeros = torch.zeros(4, 2, dtype=torch.float64)
     batch = rlhf.Batch(*to_responses([2, 3], [[0, STOP]] * 4), zeros, zeros, zeros, zeros, torch.zeros(4))
