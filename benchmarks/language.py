@@ -227,12 +227,12 @@ def draw_language(folder: Path) -> None:
 
 
 def print_tables() -> None:
-    """Print the tables of docs/language_models.md."""
+    """Print medians over seeds."""
     results = load_language()
     rows = results.groupby(["script", "study"], sort=False)
     table = rows[["share_of_optimum", "kl_actor", "score", "gold", "seconds"]].median()
     table.insert(0, "runs", rows.size())
-    print(table.round(3).to_markdown())
+    print(table.round(3).to_string())
 
 
 def main() -> None:

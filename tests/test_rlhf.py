@@ -611,6 +611,7 @@ def test_resumed_run_is_identical(small, updates):
     assert {group["eps"] for group in content["optimizer"]["param_groups"]} == {1e-5}
     assert content["state"]["episodes"] == 128
     assert abs(content["state"]["first"]["objective/kl"]) < 1e-6  # as the actor is the reference at first
+    assert len(content["comparisons"]) == (2 if updates else 1)
     resumed = rlhf.train(replace(args, resume=half), StopAfter(3))["checkpoint"]
     assert torch.equal(weights(whole), weights(resumed))
 
@@ -796,13 +797,17 @@ def test_critic_starts_from_the_reward_model(folder):
         assert bool(shared) == ("share_critic" in changes)
 
 
-def test_resumed_run_of_a_real_model_is_identical(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kl_target", [None, 6.0])
+def test_resumed_run_of_a_real_model_is_identical(folder, tmp_path, monkeypatch, kl_target):
     monkeypatch.chdir(tmp_path)
-    args = real_args(folder)
-    whole = rlhf.train(args, StopAfter(2))["checkpoint"]
-    half = rlhf.train(args, StopAfter(1))["checkpoint"]
+    args = real_args(folder, kl_target=kl_target, total_episodes=96)
+    whole = rlhf.train(args, StopAfter(3))["checkpoint"]
+    half = rlhf.train(args, StopAfter(2))["checkpoint"]
     resumed = rlhf.train(replace(args, resume=half), StopAfter(1))["checkpoint"]
     assert torch.equal(weights(whole), weights(resumed))
+    for path in (whole, resumed):  # the KL is far below its target
+        expected = 0.1 * (0.98**2 if kl_target else 1)
+        assert rlhf.load_checkpoint(path)["state"]["kl_coef"] == pytest.approx(expected)
 
 
 # ------------------------------------------------- Refusals ----------------------------------------------
