@@ -479,8 +479,8 @@ class State:
     episodes: int = 0  # responses so far that were learnt from
     tokens: int = 0  # tokens that were generated for them, and for groups that were replaced
     first: dict[str, float] = field(default_factory=dict)  # metrics of the first batch
+    last: dict[str, float] = field(default_factory=dict)  # and of the last one
     best: dict[str, float] = field(default_factory=dict)  # metrics of the batch with the highest objective
-    last: dict[str, float] = field(default_factory=dict)  # metrics of the last batch
     streaks: dict[str, int] = field(default_factory=dict)  # iterations in a row that each advice applied
 
 

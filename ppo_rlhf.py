@@ -408,6 +408,7 @@ class State:
     kl_coef: float
     episodes: int = 0  # responses so far
     first: dict[str, float] = field(default_factory=dict)  # metrics of the first batch
+    last: dict[str, float] = field(default_factory=dict)  # and of the last one
     best: dict[str, float] = field(default_factory=dict)  # metrics of the batch with the highest objective
     streaks: dict[str, int] = field(default_factory=dict)  # iterations in a row that each advice applied
 
@@ -511,11 +512,11 @@ def update(models: Models, optimizer: Adam, batch: Batch, args: Args, state: Sta
     return dict(zip(METRICS, means, strict=True)) | more
 
 
-def adjust_coefficients(state: State, args: Args, metrics: dict[str, float]) -> None:
+def adjust_coefficients(state: State, args: Args) -> None:
     """Set the next iteration's coefficients, by their schedules and the last iteration's metrics, if any."""
     state.learning_rate = args.learning_rate * (1 - state.episodes / args.total_episodes)
-    if args.kl_target and metrics:  # [Ziegler], §2.2
-        error = min(max(metrics["objective/kl"] / args.kl_target - 1, -0.2), 0.2)
+    if args.kl_target and state.last:  # [Ziegler], §2.2
+        error = min(max(state.last["objective/kl"] / args.kl_target - 1, -0.2), 0.2)
         state.kl_coef *= 1 + 0.1 * error
 
 
@@ -543,18 +544,17 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
         restore(args, models, optimizer, state)
     if processes > 1:
         connect(args, models, state)
-    metrics: dict[str, float] = {}
     run: Any = Run(args, models, optimizer, state) if rank == 0 else nullcontext()  # the first one writes
 
     with run:
         while state.episodes < args.total_episodes and not any_process(stop, args):
-            adjust_coefficients(state, args, metrics)
+            adjust_coefficients(state, args)
             if args.reward_model_updates:
                 update_reward_model(models, args, state)
             with autocast(args):
                 batch, metrics = collect(models, args, state)
             metrics |= update(models, optimizer, batch, args, state)
-            state.first = state.first or metrics
+            state.first, state.last = state.first or metrics, metrics
             state.episodes += args.batch_size
             if rank == 0:
                 run.log(batch, metrics)

@@ -346,11 +346,12 @@ def test_kl_target(kl, factor):
     """[Ziegler], §2.2: e = clip(KL / target - 1, -0.2, 0.2), and β is multiplied by 1 + 0.1 e."""
     state = rlhf.State(1.0, kl_coef=0.5, episodes=300)
     args = rlhf.Args(kl_target=6.0, learning_rate=1e-3, total_episodes=1000)
-    rlhf.adjust_coefficients(state, args, {})
+    rlhf.adjust_coefficients(state, args)
     assert (state.kl_coef, state.learning_rate) == (0.5, pytest.approx(7e-4))
-    rlhf.adjust_coefficients(state, args, {"objective/kl": kl})
+    state.last = {"objective/kl": kl}
+    rlhf.adjust_coefficients(state, args)
     assert state.kl_coef == pytest.approx(0.5 * factor)
-    rlhf.adjust_coefficients(state, replace(args, kl_target=None), {"objective/kl": kl})
+    rlhf.adjust_coefficients(state, replace(args, kl_target=None))
     assert state.kl_coef == pytest.approx(0.5 * factor)
 
 
