@@ -31,13 +31,13 @@ import numpy as np
 import pandas as pd
 import torch
 import tyro
-from experiments import HERE, RESULTS
+from experiments import HERE
 from figures import COLORS, STYLES, THEMES, style
 from matplotlib.figure import Figure
 from run import ROOT, provenance, write
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-LANGUAGE = RESULTS / "language"
+LANGUAGE = HERE / "language_results"
 KL_COEFS = (1, 0.5, 0.2, 0.1, 0.05, 0.02)
 LOW_KL_COEFS = (0.01, 0.002)
 TAGS = {"objective/kl": "kl", "objective/scores": "score", "eval/gold": "gold"}
