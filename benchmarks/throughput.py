@@ -195,7 +195,7 @@ class Args:  # the comments are the texts of --help
     rounds: int = 3  # runs of each, in alternation
     timesteps: int | None = None  # transitions per run; default: some seconds' worth
     script_dir: Path | None = None  # also run the scripts in this folder
-    store: bool = False  # store the results for the tables
+    store: bool = False  # store the results of this repository's scripts for the tables
     one: str | None = None  # run this variant, in this process
 
 
@@ -211,9 +211,7 @@ def main() -> None:
         result["mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(f"\n{json.dumps(result)}")
         return
-    folders = [ROOT, args.script_dir.resolve()] if args.script_dir else [ROOT]
-    if args.store and args.script_dir:
-        refuse("what is stored is of this repository: leave out --script-dir")
+    folders = [args.script_dir.resolve(), ROOT] if args.script_dir else [ROOT]
     if args.store:
         refuse_uncommitted()
     for env_id in [args.env_id] if args.env_id else CASES:
