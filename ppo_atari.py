@@ -236,6 +236,7 @@ class State:
     kl_coef: float
     ent_coef: float
     global_step: int = 0  # transitions so far
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last iteration
     recent_returns: list[float] = field(default_factory=list)  # of the last 100 episodes
     first_return: float = math.nan  # mean return of the first episodes
     streaks: dict[str, int] = field(default_factory=dict)  # iterations in a row that each advice applied
@@ -390,7 +391,7 @@ def update(agent: Agent, step: Callable, batch: Batch, args: Args) -> dict[str, 
     return dict(zip(METRICS, means, strict=True)) | {"kl": distance_moved(agent, minibatch)}
 
 
-def adjust_coefficients(state: State, args: Args, metrics: dict[str, float]) -> None:
+def adjust_coefficients(state: State, args: Args) -> None:
     """Set the next iteration's coefficients, by their schedules and the last iteration's metrics, if any."""
     remaining = 1 - state.global_step / args.total_timesteps
     scheduled_lr = args.learning_rate * (remaining if args.anneal_lr else 1)
@@ -398,9 +399,9 @@ def adjust_coefficients(state: State, args: Args, metrics: dict[str, float]) -> 
         state.learning_rate = scheduled_lr
     if args.target_entropy is None:
         state.ent_coef = args.ent_coef * (remaining if args.anneal_ent_coef else 1)
-    if not metrics:
+    if not state.metrics:
         return
-    kl, desired_kl = metrics["kl"], args.desired_kl
+    kl, desired_kl = state.metrics["kl"], args.desired_kl
     direction = (kl > 1.5 * desired_kl) - (kl < desired_kl / 1.5)  # 1: KL too large, -1: too small, 0: fine
     if args.adapt == "kl-coef":  # [PPO], §4: β is doubled or halved
         state.kl_coef = min(max(state.kl_coef * 2.0**direction, 1e-4), 1e4)
@@ -409,7 +410,7 @@ def adjust_coefficients(state: State, args: Args, metrics: dict[str, float]) -> 
     elif args.adapt == "learning-rate":  # Rudin et al. 2022, and RSL-RL
         state.learning_rate = min(max(state.learning_rate / 1.5**direction, 1e-5), scheduled_lr)
     if args.target_entropy is not None:
-        surplus = metrics["entropy"] - args.target_entropy
+        surplus = state.metrics["entropy"] - args.target_entropy
         direction = (surplus > 0.05) - (surplus < -0.05)
         state.ent_coef = min(max(state.ent_coef / 1.1**direction, 1e-5), 10.0)
 
@@ -437,7 +438,6 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
     if args.compile:
         agent.compile(mode="reduce-overhead", dynamic=False)
     step: Callable = partial(gradient_step, agent, optimizer, args, state)
-    metrics: dict[str, float] = {}
     env_seed = (env_seed + state.global_step) % 2**29 + rank * envs.num_envs  # the ALE wants less than 2**31
     run: Any  # the first process speaks and writes
 
@@ -448,14 +448,14 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
         rollout.obs[-1] = torch.as_tensor(envs.reset(seed=env_seed)[0])
         stopped = gather(stop)
         while state.global_step < args.total_timesteps and not stopped:
-            adjust_coefficients(state, args, metrics)
+            adjust_coefficients(state, args)
             collect_rollout(envs, agent, rollout)
             batch, metrics = make_batch(agent, rollout, args)
-            metrics |= update(agent, step, batch, args)
+            state.metrics = metrics | update(agent, step, batch, args)
             state.global_step += sum(gather([int(rollout.valid.sum())]))
             episodes, stopped = gather(rollout.episodes), gather(stop)
             if rank == 0:
-                run.log(metrics, episodes)
+                run.log(episodes)
         if rank == 0:
             run.save()
     return run.finish(stopped) if rank == 0 else {}
@@ -739,9 +739,9 @@ class Run(AbstractContextManager):
         if error:  # Python prints it below the traceback
             error.add_note(f"failed after {self.state.global_step:,} steps; resume with: {self.resume}")
 
-    def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
+    def log(self, episodes: list[tuple[float, int]]) -> None:
         """Write an iteration's metrics to TensorBoard, print the progress, and save a checkpoint when due."""
-        state, now = self.state, time.monotonic()
+        state, metrics, now = self.state, self.state.metrics, time.monotonic()
         if not self.start:  # the first iteration may compile: speed is measured from its end
             self.start, self.first_step = now, state.global_step
         speed = (state.global_step - self.first_step) / max(now - self.start, 1e-9)

@@ -1,57 +1,51 @@
 """Language models: how close the scripts come to the exact optimum, and where they end in reward and KL.
 
-    python benchmarks/language.py run                     # do the missing runs, one after the other
-    python benchmarks/language.py run --only 'frontier*' --seeds 1
-    python benchmarks/language.py report                  # tables of what is stored, and the figures
+    python benchmarks/language.py                             # do the missing runs, one after the other
+    python benchmarks/language.py --only 'ppo_rlhf/frontier*' --seeds 1
+    python benchmarks/language_report.py                      # the tables and figures of what is stored
 
-All runs are of the task that the scripts make on the spot. Runs of a seed share its supervised model and its
+All runs are of the tasks that the scripts make on the spot. Runs of a seed share its supervised model and its
 reward model, as separate runs would have them, too. Each run stores one small file.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import fnmatch
 import importlib
 import io
-import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
-import pandas as pd
 import torch
 import tyro
 from experiments import HERE
-from figures import COLORS, STYLES, THEMES, style
-from matplotlib.figure import Figure
 from run import ROOT, provenance, write
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 LANGUAGE = HERE / "language_results"
-KL_COEFS = (1, 0.5, 0.2, 0.1, 0.05, 0.02)
+KL_COEFS = (1, 0.5, 0.2, 0.05, 0.02)  # and 0.1, the default
 LOW_KL_COEFS = (0.01, 0.002)
-TAGS = {"objective/kl": "kl", "objective/scores": "score", "eval/gold": "gold"}
+TAGS = {  # curves: by their names in the results, their possible tags
+    "objective": ("objective/rlhf_reward",),
+    "kl": ("objective/kl",),
+    "score": ("objective/scores", "reward"),
+    "gold": ("eval/gold", "eval/accuracy"),
+    "length": ("response/length", "completions/mean_length"),
+}
+POINTS = 40  # of a stored curve
 
 
-@dataclass(frozen=True)
-class Study:
-    """Runs with the same flags, and perhaps a fault planted in the script."""
-
-    name: str
-    flags: str = ""
-    script: str = "ppo_rlhf"
-    seeds: tuple[int, ...] = (1, 2, 3)
-    fault: Callable[[Any], None] = lambda script: None
+def unchanged(script: Any) -> None:
+    """Nothing is planted in the script."""
 
 
 def k3_in_reward(script: Any) -> None:
@@ -70,20 +64,77 @@ def no_temperature_in_learning(script: Any) -> None:
     script.token_log_probs = lambda model, batch, temperature: token_log_probs(model, batch, 1.0)
 
 
+def sums(script: Any) -> None:
+    """The sums of grpo.py as a task for ppo_rlhf.py: the same examples and verifier, and a critic."""
+    grpo, collect = load_script("grpo"), script.collect
+
+    def make_models(args: Any) -> Any:
+        made = grpo.make_sum_models(replace(grpo.SUMS, seed=args.seed))
+        actor = made.actor
+        head = script.zero_head(actor.base_model.norm.normalized_shape[0])
+        critic = script.ScalarModel(copy.deepcopy(actor.base_model), head)
+        models = script.Models(actor, critic, copy.deepcopy(actor).requires_grad_(False), None)
+        models.tokenizer, models.prompts, models.held_out = made.tokenizer, made.prompts, made.held_out
+        models.reward_function = grpo.verify
+        return models
+
+    @torch.no_grad()
+    def accuracy(models: Any, args: Any) -> float:
+        responses, _ = script.generate(models.actor, *models.held_out, models.tokenizer, args)
+        return float(script.score(models, responses, args).mean())
+
+    def collect_and_evaluate(models: Any, args: Any, state: Any) -> tuple[Any, dict[str, float]]:
+        batch, metrics = collect(models, args, state)
+        return batch, metrics | {"eval/gold": accuracy(models, args)}
+
+    script.make_models, script.collect = make_models, collect_and_evaluate
+    script.Run.compare = lambda run: {"accuracy": accuracy(run.models, run.args)}
+
+
+@dataclass(frozen=True)
+class Study:
+    """Runs with the same flags, and perhaps a change to the script."""
+
+    script: str
+    name: str
+    flags: str = ""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    change: Callable[[Any], None] = unchanged
+
+
+FIVE = (1, 2, 3, 4, 5)
+NO_KL = "--kl-coef 1e-6 --missing-eos-penalty 0"
+PUBLISHED = "--kl-in loss --scale-rewards group --loss-aggregation sequence-mean"
 STUDIES = [
-    Study("default", seeds=(1, 2, 3, 4, 5)),
-    *(Study(f"frontier-{beta:g}", f"--kl-coef {beta}") for beta in KL_COEFS if beta != 0.1),
-    *(Study(f"low-{beta:g}", f"--kl-coef {beta}") for beta in LOW_KL_COEFS),
-    *(Study(f"iterated-{beta:g}", f"--kl-coef {beta} --reward-model-updates 20") for beta in LOW_KL_COEFS),
-    Study("k3-in-reward-0.1", "--kl-coef 0.1", fault=k3_in_reward),
-    Study("k3-in-reward-0.5", "--kl-coef 0.5", fault=k3_in_reward),
-    Study("temperature-0.7", "--temperature 0.7"),
-    Study("temperature-left-out", "--temperature 0.7", fault=no_temperature_in_learning),
+    Study("ppo_rlhf", "default", seeds=FIVE),
+    Study("grpo", "default", seeds=FIVE),
+    Study("grpo", "rloo", "--scale-rewards none", FIVE),
+    Study("ppo_rlhf", "sums", NO_KL, FIVE, sums),
+    Study("grpo", "sums", "--task sums", FIVE),
+    *(Study("ppo_rlhf", f"frontier-{beta:g}", f"--kl-coef {beta}") for beta in KL_COEFS),
+    *(Study("ppo_rlhf", f"low-{beta:g}", f"--kl-coef {beta}") for beta in LOW_KL_COEFS),
+    *(
+        Study("ppo_rlhf", f"iterated-{beta:g}", f"--kl-coef {beta} --reward-model-updates 20")
+        for beta in LOW_KL_COEFS
+    ),
+    Study("ppo_rlhf", "k3-in-reward-0.1", change=k3_in_reward),
+    Study("ppo_rlhf", "k3-in-reward-0.5", "--kl-coef 0.5", change=k3_in_reward),
+    Study("ppo_rlhf", "temperature-0.7", "--temperature 0.7"),
+    Study("ppo_rlhf", "temperature-left-out", "--temperature 0.7", change=no_temperature_in_learning),
+    *(
+        Study("grpo", f"{kl_in}-{beta:g}", f"--kl-in {kl_in} --kl-coef {beta}")
+        for kl_in in ("reward", "loss", "loss-weighted")
+        for beta in (0.05, 0.1, 0.5)
+        if (kl_in, beta) != ("reward", 0.1)  # the default
+    ),
+    Study("grpo", "published", PUBLISHED),
+    *(Study("grpo", f"group-{size}", f"--group-size {size}") for size in (2, 4, 16, 32)),
+    *(Study("ppo_rlhf", f"lambda-{value:g}", f"--gae-lambda {value}") for value in (0, 0.5, 0.95)),
 ]
 
 
 def load_script(name: str) -> Any:
-    """A fresh copy of a script, to plant a fault in."""
+    """A fresh copy of a script, to change something in."""
     sys.path.insert(0, str(ROOT))
     sys.modules.pop(name, None)
     return importlib.import_module(name)
@@ -95,15 +146,15 @@ class ModelCache:
     def __init__(self) -> None:
         self.made: dict[Any, tuple[Any, Any]] = {}
 
-    def install(self, script: Any) -> None:
-        """Let the script's `make_models` look here first."""
-        make_models = script.make_models
+    def install(self, script: Any, task: str) -> None:
+        """Let the script's `load_models` look here first."""
+        load_models = script.load_models
 
         def cached(args: Any) -> Any:
-            key = script.__name__, args.seed, getattr(args, "temperature", 1.0)
+            key = script.__name__, task, args.seed, args.temperature, bool(args.kl_coef)
             if key not in self.made:
-                models = make_models(args)
-                self.made = {key: (copy.deepcopy(models.__dict__), torch.get_rng_state())}
+                models = load_models(args)
+                self.made[key] = copy.deepcopy(models.__dict__), torch.get_rng_state()
                 return models
             content, random_state = self.made[key]
             models = script.Models.__new__(script.Models)
@@ -111,7 +162,7 @@ class ModelCache:
             torch.set_rng_state(random_state)
             return models
 
-        script.make_models = cached
+        script.load_models = cached
 
 
 @torch.no_grad()
@@ -141,112 +192,66 @@ def best_of_n(script: Any, models: Any, args: Any) -> dict[str, Any]:
     return {"best_of_n": [[n, *(round(x, 4) for x in point.tolist())] for n, point in best.items()]}
 
 
+def thin(values: Any) -> list[float]:
+    """A curve as means over parts of equal length."""
+    return [float(f"{part.mean():.5g}") for part in np.array_split(np.asarray(values), POINTS)]
+
+
+def read_curves(folder: Path, batch_size: int) -> dict[str, list[float]]:
+    """Curves of a run, with its tokens so far and its seconds since training began."""
+    log = EventAccumulator(str(folder), {"scalars": 0}).Reload()
+    logged = {
+        name: log.Scalars(tag) for name, tags in TAGS.items() for tag in tags if tag in log.Tags()["scalars"]
+    }
+    found: dict[str, Any] = {name: [event.value for event in events] for name, events in logged.items()}
+    found["tokens"] = np.cumsum(found.pop("length")) * batch_size
+    found["seconds"] = [event.wall_time - log.FirstEventTimestamp() for event in logged["score"]]
+    return {name: thin(values) for name, values in found.items()}
+
+
 def run_study(study: Study, seed: int, cache: ModelCache) -> dict[str, Any]:
     """One run: its results, and its curves."""
     script = load_script(study.script)
-    cache.install(script)
-    study.fault(script)
-    args = tyro.cli(script.Args, args=[*study.flags.split(), "--seed", str(seed)])
+    study.change(script)
+    cache.install(script, "sums" if study.name == "sums" else "reviews")
+    flags = [*study.flags.split(), "--seed", str(seed)]
+    default = script.SUMS if "--task sums" in study.flags else script.Args()
+    args = tyro.cli(script.Args, args=flags, default=default)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         start = time.monotonic()
         with contextlib.redirect_stdout(io.StringIO()):
             results = script.train(args)
         seconds = time.monotonic() - start
-        log = EventAccumulator(str(Path(results.pop("checkpoint")).parent), {"scalars": 0}).Reload()
-        curves = {name: [round(event.value, 4) for event in log.Scalars(tag)] for tag, name in TAGS.items()}
-    results |= {name: statistics.fmean(curves[name][-5:]) for name in ("score", "gold")}
-    if study.name == "default" and study.script == "ppo_rlhf":
-        results |= best_of_n(script, script.make_models(args), args)
+        curves = read_curves(Path(results.pop("checkpoint")).parent, args.batch_size)
+    results |= {name: statistics.fmean(curves[name][-2:]) for name in ("score", "gold", "kl")}
+    if (study.script, study.name) == ("ppo_rlhf", "default"):
+        results |= best_of_n(script, script.load_models(args), args)
     result = {"study": study.name, "script": study.script, "seed": seed, "flags": study.flags}
-    result["kl_coef"] = args.kl_coef
+    passes = args.update_epochs if study.script == "ppo_rlhf" else args.num_iterations
+    result["kl_coef"], result["temperature"] = args.kl_coef, args.temperature
+    result["gradient_steps"] = passes * args.num_minibatches * int(args.total_episodes // args.batch_size)
     return result | {"seconds": round(seconds, 1), **results, "curves": curves}
 
 
-def run_all(only: str, seeds: list[int]) -> None:
-    """Do the runs that are missing."""
-    cache = ModelCache()
-    chosen = [study for study in STUDIES if fnmatch.fnmatch(f"{study.script}/{study.name}", only)]
-    for seed in sorted({seed for study in chosen for seed in study.seeds}):
-        for study in chosen:
-            path = LANGUAGE / study.script / f"{study.name}__{seed}.json"
-            if seed in study.seeds and (not seeds or seed in seeds) and not path.exists():
-                result = run_study(study, seed, cache)
-                write(path, result | provenance())
-                share = result.get("share_of_optimum", float("nan"))
-                print(f"{path.stem:<30} {share:7.1%}  {result['seconds']:5.0f} s", flush=True)
-
-
-def load_language() -> pd.DataFrame:
-    """All stored runs."""
-    return pd.DataFrame([json.loads(path.read_text()) for path in sorted(LANGUAGE.glob("*/*.json"))])
-
-
-def frontier_figure(results: pd.DataFrame) -> Figure:
-    """Score against KL, with the exact frontier; then score and true taste as β falls."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    honest = results[(results.script == "ppo_rlhf") & results.study.str.match("default|frontier|low-0.01")]
-    optimum = honest.groupby("kl_coef")[["kl_optimum", "objective_optimum"]].mean().reset_index()
-    scores = optimum.objective_optimum + optimum.kl_coef * optimum.kl_optimum
-    left.plot(optimum.kl_optimum, scores, "-", color=COLORS[4], label="exact optimum, by β")
-    best = np.mean(list(results.best_of_n[results.best_of_n.notna()]), 0)
-    left.plot(best[:, 1], best[:, 2], ":", color=COLORS[2], label="best of n, exact")
-    kinds = {
-        "frontier-": ("PPO, β from 1 to 0.02", COLORS[0], "o"),
-        "k3-in-reward": ("fault: k3 in the reward", COLORS[1], "x"),
-        "temperature-left-out": ("fault: temperature left out of learning", COLORS[3], "+"),
-    }
-    for prefix, (label, color, marker) in kinds.items():
-        names = (prefix, "default") if prefix == "frontier-" else (prefix,)
-        found = results[(results.script == "ppo_rlhf") & results.study.str.startswith(names)]
-        score = found.objective_actor + found.kl_coef * found.kl_actor
-        left.plot(found.kl_actor, score, marker, color=color, label=label)
-    left.set_xlabel("KL to the reference, nats per response")
-    left.set_ylabel("score by the reward model")
-    left.legend(loc="lower right")
-    found = results[(results.script == "ppo_rlhf") & results.study.str.match("default|frontier|low")]
-    again = results[results.study.str.startswith("iterated")]
-    for rows, column, label, index in (
-        (found, "score", "score", 0),
-        (found, "gold", "true taste, never learnt from", 1),
-        (again, "gold", "true taste, reward model learnt again", 2),
-    ):
-        means = rows.groupby("study")[["kl_actor", column]].mean().sort_values("kl_actor")
-        right.plot(rows.kl_actor, rows[column], ".", color=COLORS[index], alpha=0.5)
-        right.plot(means.kl_actor, means[column], STYLES[index], color=COLORS[index], label=label)
-    right.set_xlabel("KL to the reference, nats per response, as β falls from 1 to 0.002")
-    right.legend(loc="lower left")
-    return figure
-
-
-def draw_language(folder: Path) -> None:
-    """Draw the figure for a light and for a dark page."""
-    for theme in THEMES:
-        with mpl.rc_context(style(theme)):
-            frontier_figure(load_language()).savefig(folder / f"language-{theme}.png", dpi=130)
-
-
-def print_tables() -> None:
-    """Print medians over seeds."""
-    results = load_language()
-    rows = results.groupby(["script", "study"], sort=False)
-    table = rows[["share_of_optimum", "kl_actor", "score", "gold", "seconds"]].median()
-    table.insert(0, "runs", rows.size())
-    print(table.round(3).to_string())
+@dataclass
+class Args:  # the comments are the texts of --help
+    only: str = "*"  # which runs: script/study, as a pattern
+    seeds: tuple[int, ...] = FIVE  # of these seeds
 
 
 def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("task", choices=["run", "report"])
-    parser.add_argument("--only", default="*", help="script/study, as a pattern")
-    parser.add_argument("--seeds", type=int, nargs="*", default=[])
-    args = parser.parse_args()
-    if args.task == "run":
-        run_all(args.only, args.seeds)
-    else:
-        print_tables()
-        draw_language(HERE / "figures")
+    """The command line: do the runs that are missing."""
+    args = tyro.cli(Args, description=__doc__)
+    cache = ModelCache()
+    for seed in args.seeds:
+        for study in STUDIES:
+            path = LANGUAGE / study.script / f"{study.name}__{seed}.json"
+            wanted = fnmatch.fnmatch(f"{study.script}/{study.name}", args.only)
+            if wanted and seed in study.seeds and not path.exists():
+                result = run_study(study, seed, cache)
+                write(path, result | provenance())
+                share = result.get("share_of_optimum", result["gold"])
+                print(f"{study.script}/{path.stem:<28} {share:7.1%}  {result['seconds']:5.0f} s", flush=True)
 
 
 if __name__ == "__main__":

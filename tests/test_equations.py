@@ -313,7 +313,8 @@ def test_scale_rewards(case, gamma, garbage):
 
 def adjusted(case, args, state, **metrics):
     """The coefficients of the next iteration."""
-    case.script.adjust_coefficients(state, args, metrics)
+    state.metrics = metrics
+    case.script.adjust_coefficients(state, args)
     return [state.learning_rate, state.clip_coef, state.kl_coef, state.ent_coef]
 
 
