@@ -647,11 +647,14 @@ class WordTokenizer:
 
     pad_token_id, eos_token_id = 0, 1
 
+    def __init__(self, words: Sequence[str]):
+        self.words = list(words)
+
     def encode(self, text: str) -> list[int]:
-        return [WORDS.index(word) for word in text.split()]
+        return [self.words.index(word) for word in text.split()]
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-        return " ".join(WORDS[i] for i in tokens if not (skip_special_tokens and i == self.eos_token_id))
+        return " ".join(self.words[i] for i in tokens if not (skip_special_tokens and i == self.eos_token_id))
 
 
 def pad(rows: Sequence[list[int]], side: str, token: int, device: str) -> tuple[Tensor, Tensor]:
@@ -710,10 +713,10 @@ def make_models(args: Args) -> Models:
 
     On --resume, nothing is learnt, because the checkpoint has the weights.
     """
-    tokenizer, actor = WordTokenizer(), GPT(len(WORDS))
+    tokenizer, actor = WordTokenizer(WORDS), GPT(len(WORDS))
     prompts = encode_prompts(tokenizer, PROMPTS, actor.context, args)
     if not args.resume:
-        learn_to_write(actor, tokenizer, args)
+        learn_to_write(actor, tokenizer, PROMPTS, write_review, args)
     width = actor.base_model.norm.normalized_shape[0]
     reward_model = ScalarModel(copy.deepcopy(actor.base_model), nn.Linear(width, 1)).requires_grad_(False)
     reference = copy.deepcopy(actor).requires_grad_(False)
@@ -748,23 +751,25 @@ def fit(network: nn.Module, compute_loss: Callable[[], Tensor], steps: int, lear
     return loss.item()
 
 
-def learn_to_write(actor: GPT, tokenizer: Any, args: Args) -> None:
-    """Supervised learning of reviews."""
+def learn_to_write(
+    actor: GPT, tokenizer: Any, prompts: Sequence[str], write: Callable[..., str], args: Args
+) -> None:
+    """Supervised learning of responses that `write` gives to these prompts."""
     start, rng = time.monotonic(), random.Random(args.seed)
-    prompts = rng.choices(PROMPTS, k=20_000)
-    reviews = [[*tokenizer.encode(write_review(rng, prompt)), tokenizer.eos_token_id] for prompt in prompts]
+    prompts = rng.choices(prompts, k=20_000)
+    responses = [[*tokenizer.encode(write(rng, prompt)), tokenizer.eos_token_id] for prompt in prompts]
     left, left_mask = encode_prompts(tokenizer, prompts, actor.context, args)
-    right, mask = pad(reviews, "right", tokenizer.pad_token_id, args.device)
+    right, mask = pad(responses, "right", tokenizer.pad_token_id, args.device)
     data = Responses(torch.cat([left, right], 1), torch.cat([left_mask, mask], 1), mask)
 
     def compute_loss() -> Tensor:
-        rows = torch.randint(len(reviews), (128,))
+        rows = torch.randint(len(responses), (128,))
         batch = Responses(*(column[rows] for column in data))
         log_probs, _ = token_log_probs(actor, batch, temperature=1.0)
         return -(log_probs * batch.mask).sum() / batch.mask.sum()
 
     loss = fit(actor, compute_loss, SUPERVISED_STEPS, learning_rate=3e-3)
-    report(f"supervised {SUPERVISED_STEPS} steps of 128 reviews; loss {loss:.2f} nats per token", start)
+    report(f"supervised {SUPERVISED_STEPS} steps of 128 responses; loss {loss:.2f} nats per token", start)
 
 
 def sample_pairs(models: Models, args: Args, count: int) -> tuple[Responses, Tensor]:

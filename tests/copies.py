@@ -34,8 +34,7 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "load_policy evaluate BOUNDS check_args main",
     "ppo_rlhf.py": "all but: Diverged refuse refuse_errors say",
     "grpo.py": "ScalarModel Models Models.__init__ whiten token_rewards score compute_gae Batch LOSSES "
-    "METRICS ppo_loss State collect update adjust_coefficients train WordTokenizer.encode "
-    "WordTokenizer.decode learn_to_write make_models zero_head load_models load_pretrained ADVICE "
+    "METRICS ppo_loss State collect update train make_models zero_head load_models load_pretrained ADVICE "
     "diagnose plan Run.__init__ Run.progress Run.finish FORMAT trained_parameters BOUNDS "
     "check_args parse_args --reward_function",
 }
