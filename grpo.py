@@ -22,6 +22,8 @@ and returns as many scores; several are summed.
   [Summary]  Stiennon et al. 2020, "Learning to Summarize from Human Feedback", arXiv:2009.01325
   [RLHF]     Ouyang et al. 2022, "Training Language Models to Follow Instructions with Human Feedback",
              arXiv:2203.02155
+  [DPO]      Rafailov et al. 2023, "Direct Preference Optimization: Your Language Model is Secretly a Reward
+             Model", arXiv:2305.18290
   [GRPO]     Shao et al. 2024, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language
              Models", arXiv:2402.03300; also Guo et al. 2025, "DeepSeek-R1", arXiv:2501.12948
   [RLOO]     Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from
@@ -1051,7 +1053,7 @@ def enumerate_responses(
 def compare_with_optimum(models: Models, args: Args, kl_coef: float) -> dict[str, float]:
     """How close the actor is to the policy that maximises J = E[r] - β KL(π ‖ π_ref), as means over prompts.
 
-    The optimum is π*(y|x) = π_ref(y|x) exp(r(x, y) / β) / Z(x), with J* = β log Z ([Ziegler], §2.1). Every
+    The optimum is π*(y|x) = π_ref(y|x) exp(r(x, y) / β) / Z(x), with J* = β log Z ([DPO], equation 4). Every
     policy has J* - J = β KL(π ‖ π*). Summed over are the responses that are likely under the reference or the
     actor; `left_out` is the actor's probability of all others, which count as r = 0, the reference's mean.
     """

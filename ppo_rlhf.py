@@ -21,6 +21,8 @@ A reward function takes two lists of texts, prompts and responses, and returns a
   [Summary] Stiennon et al. 2020, "Learning to Summarize from Human Feedback", arXiv:2009.01325
   [RLHF]    Ouyang et al. 2022, "Training Language Models to Follow Instructions with Human Feedback",
             arXiv:2203.02155
+  [DPO]     Rafailov et al. 2023, "Direct Preference Optimization: Your Language Model is Secretly a Reward
+            Model", arXiv:2305.18290
   [N+]      Huang et al. 2024, "The N+ Implementation Details of RLHF with PPO", arXiv:2403.17031
 
 This file has two halves. The first is PPO, in the order of the paper; it ends with `train`, the paper's
@@ -859,7 +861,7 @@ def enumerate_responses(
 def compare_with_optimum(models: Models, args: Args, kl_coef: float) -> dict[str, float]:
     """How close the actor is to the policy that maximises J = E[r] - β KL(π ‖ π_ref), as means over prompts.
 
-    The optimum is π*(y|x) = π_ref(y|x) exp(r(x, y) / β) / Z(x), with J* = β log Z ([Ziegler], §2.1). Every
+    The optimum is π*(y|x) = π_ref(y|x) exp(r(x, y) / β) / Z(x), with J* = β log Z ([DPO], equation 4). Every
     policy has J* - J = β KL(π ‖ π*). Summed over are the responses that are likely under the reference or the
     actor; `left_out` is the actor's probability of all others, which count as r = 0, the reference's mean.
     """
