@@ -641,7 +641,7 @@ OTHERS = ("<pad>", "<stop>", ":", "the", "very", "and", "but", "please")
 WORDS = [*OTHERS, *TONES, *PRODUCTS, *ASPECTS, *GOOD, *BAD]
 REQUESTS = [f"{tone} the {product} :" for tone in TONES for product in PRODUCTS]
 PROMPTS = [*REQUESTS, *(f"please {request}" for request in REQUESTS)]
-SUPERVISED_STEPS, COMPARISONS = 600, 4000
+SUPERVISED_STEPS, COMPARISONS = 600, 6000
 
 
 class WordTokenizer:
@@ -799,7 +799,7 @@ def learn_from_comparisons(models: Models, args: Args) -> None:
         outputs = last_outputs(reward_model, Responses(*(column[rows] for column in columns))).view(-1, 2)
         return F.binary_cross_entropy_with_logits(outputs[:, 0] - outputs[:, 1], labels[pairs])
 
-    fit(reward_model.requires_grad_(True), compute_loss, steps=3 * len(labels) // 64, learning_rate=5e-4)
+    fit(reward_model.requires_grad_(True), compute_loss, steps=3 * len(labels) // 64, learning_rate=1e-3)
     reward_model.requires_grad_(False)
     with torch.no_grad():
         reference_responses = Responses(*(column[: 2 * COMPARISONS] for column in columns))
