@@ -1087,7 +1087,8 @@ class Run(AbstractContextManager):
         name = f"{task}__{Path(__file__).stem}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.path = Path(args.resume or Path("runs", name, "checkpoint.pt"))
         trusted = ["--reward-function", args.reward_function] if args.reward_function else []  # see SAVED
-        self.resume = shlex.join(["python", sys.argv[0], *trusted, "--resume", str(self.path)])
+        python = ["torchrun", "--nproc-per-node", str(world()[1])] if world()[1] > 1 else ["python"]
+        self.resume = shlex.join([*python, sys.argv[0], *trusted, "--resume", str(self.path)])
         folder = self.path.parent
         with refuse_errors(f"cannot start a run in {folder}", Exception):
             # On --resume, TensorBoard drops what was logged after the checkpoint: nothing appears twice.

@@ -80,11 +80,9 @@ FRONTIER = {
     "default": "β = 0.1",
     **{f"frontier-{kl_coef}": f"β = {kl_coef}" for kl_coef in ("0.05", "0.02")},
     "low-0.01": "β = 0.01",
-    "iterated-0.01": "β = 0.01, reward model learnt again",
     "low-0.002": "β = 0.002",
     "iterated-0.002": "β = 0.002, reward model learnt again",
-    "k3-in-reward-0.5": "fault: β = 0.5, k3 in the reward",
-    "k3-in-reward-0.1": "fault: β = 0.1, k3 in the reward",
+    "k3-in-reward": "fault: β = 0.5, k3 in the reward",
     "temperature-0.7": "β = 0.1, temperature 0.7",
     "temperature-left-out": "fault: β = 0.1, temperature 0.7, but not in learning",
 }
@@ -170,7 +168,7 @@ def sensitivity_table(runs: pd.DataFrame) -> Iterator[Row]:
 
 SENSITIVITY = [
     ("GRPO, G", "grpo", "group", (2, 4, 8, 16, 32), 8),
-    ("PPO, λ", "ppo_rlhf", "lambda", (0, 0.5, 0.95, 1), 1),
+    ("PPO, λ", "ppo_rlhf", "lambda", (0, 0.95, 1), 1),
 ]
 
 

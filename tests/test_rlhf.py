@@ -975,6 +975,7 @@ def test_torchrun(folder, tmp_path):
     """Two processes write one folder, and one report."""
     out, _ = command_line([*TORCHRUN, str(ROOT / "ppo_rlhf.py"), *flags(real_args(folder))], tmp_path)
     assert out.count("folder ") == out.count("64 responses 100%") == 1
+    assert re.search(r"resume     torchrun --nproc-per-node 2 \S*ppo_rlhf.py", out)
     (path,) = tmp_path.glob("runs/*/checkpoint.pt")
     assert rlhf.load_checkpoint(path)["state"]["episodes"] == 64
     assert len(list(path.parent.glob("events*"))) == 1
