@@ -88,6 +88,7 @@ def sums(script: Any) -> None:
         return batch, metrics | {"eval/gold": accuracy(models, args)}
 
     script.make_models, script.collect = make_models, collect_and_evaluate
+    script.tastes = lambda _, responses: torch.zeros(len(responses.mask))  # the human judges reviews only
     script.Run.compare = lambda run: {"accuracy": accuracy(run.models, run.args)}
 
 
