@@ -473,7 +473,7 @@ def collect(models: Models, args: Args, state: State) -> tuple[Batch, dict[str, 
         "objective/kl_coef": state.kl_coef,
         "objective/scores_std": (scores - scores.mean()).square().mean().sqrt().item(),
         "policy/entropy_avg": masked_mean(entropies, mask).item(),
-        "val/explained_variance": 1 - (error / spread).item(),
+        "val/explained_variance": 1 - (error / (spread + 1e-8)).item(),
         "val/sampling_mismatch": ((sampled_log_probs - log_probs) * mask).abs().max().item(),
         "val/num_eos_tokens": sum_over_processes(stops.sum()).item(),
     }

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -634,6 +635,9 @@ def huge(prompts, responses):
 
 def too_few(prompts, responses):
     return [0.0]
+
+def nothing(prompts, responses):
+    return [0.0] * len(prompts)
 """
 
 
@@ -728,6 +732,14 @@ def test_reward_function(folder, monkeypatch):
     stopped = (batch.tokens[:, -args.max_response_length :] * batch.mask == 1).any(1)
     scores = expected - args.missing_eos_penalty * ~stopped
     assert metrics["objective/scores"] == pytest.approx(scores.mean().item(), abs=1e-5)
+
+
+def test_equal_scores(folder, tmp_path, monkeypatch):
+    """Where no response has a reward yet, training continues."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(folder / "rewards.py", tmp_path)
+    args = real_args(folder, reward_function="rewards:nothing", missing_eos_penalty=0.0)
+    assert rlhf.load_checkpoint(rlhf.train(args)["checkpoint"])["state"]["episodes"] == 64
 
 
 def finite(path):
