@@ -777,7 +777,8 @@ class Run(AbstractContextManager):
                 )  # fmt: skip
             # On --resume, TensorBoard drops what was logged after the checkpoint: nothing appears twice.
             self.writer: Any = SummaryWriter(str(folder), max_queue=1000, purge_step=state.global_step + 1)
-        settings = {name: getattr(args, name) for name in SAVED if getattr(args, name) is not None}
+        changed = [name for name in SAVED if getattr(args, name) != getattr(Args(), name)]
+        settings = {name: getattr(args, name) for name in dict.fromkeys([*HPARAMS, *changed])}
         for part in summary.hparams(settings, {"charts/episodic_return_100": 0, "eval/greedy_return": 0}):
             self.writer.file_writer.add_summary(part)  # type: ignore[attr-defined]
         self.start, self.first_step, self.printed = 0.0, 0, 0.0
@@ -874,6 +875,7 @@ def print_progress(args: Args, state: State, kl: float, speed: float, messages: 
 
 
 FORMAT = "ppo-continuous-2"
+HPARAMS = "env_id", "seed", "learning_rate", "num_envs", "num_steps", "update_epochs", "gamma", "gae_lambda"
 SAVED = ["exp_name", "seed", *(setting.name for setting in (*fields(Environment), *fields(Algorithm)))]
 
 

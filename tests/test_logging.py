@@ -67,7 +67,7 @@ def test_hyperparameters(script, tmp_path):
     contents = cli.events(checkpoint_in(tmp_path).parent).PluginTagToContent("hparams")
     start = HParamsPluginData.FromString(contents["_hparams_/session_start_info"]).session_start_info
     assert {"env_id", "seed", "num_envs", "ent_coef"} <= set(start.hparams) <= set(script.module.SAVED)
-    assert "target_kl" not in start.hparams, "it is None"
+    assert "vf_coef" not in start.hparams, "it has its default"
     assert start.hparams["ent_coef"].number_value == 0.03
     experiment = HParamsPluginData.FromString(contents["_hparams_/experiment"]).experiment
     tags = {metric.name.tag for metric in experiment.metric_infos}
