@@ -705,7 +705,7 @@ class Run(AbstractContextManager):
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.path = Path(args.resume or Path("runs", re.sub(r"[^\w.-]+", "_", name), "checkpoint.pt"))
         trusted = ["--env-id", args.env_id] if ":" in args.env_id else []  # see `main`
-        self.resume = shlex.join(["python", sys.argv[0], *trusted, "--resume", str(self.path)])
+        self.resume = shlex.join([*PROGRAM, *trusted, "--resume", str(self.path)])
         folder = self.path.parent
         with refuse_errors(f"cannot start a run in {folder}", Exception):
             if args.track:
@@ -811,6 +811,7 @@ def print_progress(args: Args, state: State, kl: float, speed: float, messages: 
     say("\n".join([line, *messages]), end="" if live and not messages else "\n")
 
 
+PROGRAM = ["python", __file__]  # what the printed commands call; see `main`
 FORMAT = "ppo-discrete-2"
 HPARAMS = "env_id", "seed", "learning_rate", "num_envs", "num_steps", "update_epochs", "gamma", "gae_lambda"
 SAVED = ["exp_name", "seed", *(setting.name for setting in (*fields(Environment), *fields(Algorithm)))]
@@ -943,6 +944,7 @@ def main() -> None:
     """The command line. Exit status: 0 done, 1 failed, 2 refused, 128 + n stopped by signal n."""
     for stream in (sys.stdout, sys.stderr):  # where a terminal has no γ, print something else
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    PROGRAM[:] = [*(["uv", "run"] if "UV" in os.environ else ["python"]), sys.argv[0]]  # uv sets UV
     stop: list[int] = []
 
     def request_stop(number: int, _: Any) -> None:

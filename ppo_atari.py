@@ -708,7 +708,7 @@ class Run(AbstractContextManager):
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.path = Path(args.resume or Path("runs", re.sub(r"[^\w.-]+", "_", name), "checkpoint.pt"))
         trusted = ["--env-id", args.env_id] if ":" in args.env_id else []  # see `main`
-        self.resume = shlex.join(["python", sys.argv[0], *trusted, "--resume", str(self.path)])
+        self.resume = shlex.join([*PROGRAM, *trusted, "--resume", str(self.path)])
         folder = self.path.parent
         with refuse_errors(f"cannot start a run in {folder}", Exception):
             if args.track:
@@ -814,6 +814,7 @@ def print_progress(args: Args, state: State, kl: float, speed: float, messages: 
     say("\n".join([line, *messages]), end="" if live and not messages else "\n")
 
 
+PROGRAM = ["python", __file__]  # what the printed commands call; see `main`
 FORMAT = "ppo-atari-2"
 HPARAMS = "env_id", "seed", "learning_rate", "num_envs", "num_steps", "update_epochs", "gamma", "gae_lambda"
 SAVED = ["exp_name", "seed", *(setting.name for setting in (*fields(Environment), *fields(Algorithm)))]

@@ -1087,8 +1087,9 @@ class Run(AbstractContextManager):
         name = f"{task}__{Path(__file__).stem}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.path = Path(args.resume or Path("runs", name, "checkpoint.pt"))
         trusted = ["--reward-function", args.reward_function] if args.reward_function else []  # see SAVED
-        python = ["torchrun", "--nproc-per-node", str(world()[1])] if world()[1] > 1 else ["python"]
-        self.resume = shlex.join([*python, sys.argv[0], *trusted, "--resume", str(self.path)])
+        _, processes = world()
+        runner = ["torchrun", "--nproc-per-node", str(processes)] if processes > 1 else PROGRAM[:-1]
+        self.resume = shlex.join([*runner, PROGRAM[-1], *trusted, "--resume", str(self.path)])
         folder = self.path.parent
         with refuse_errors(f"cannot start a run in {folder}", Exception):
             # On --resume, TensorBoard drops what was logged after the checkpoint: nothing appears twice.
@@ -1189,6 +1190,7 @@ def show(tokenizer: Any, batch: Batch) -> str:
     return "\n".join(lines)
 
 
+PROGRAM = ["python", __file__]  # what the printed commands call; see `main`
 FORMAT = "ppo-rlhf-1"
 # A checkpoint does not say which function to import: only the command line does.
 SAVED = {setting.name for setting in fields(Args)} - {"plan", "resume", "reward_function"}
@@ -1282,6 +1284,7 @@ def main() -> None:
     """The command line. Exit status: 0 done, 1 failed, 2 refused, 128 + n stopped by signal n."""
     for stream in (sys.stdout, sys.stderr):  # where a terminal has no β, print something else
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    PROGRAM[:] = [*(["uv", "run"] if "UV" in os.environ else ["python"]), sys.argv[0]]  # uv sets UV
     stop: list[int] = []
 
     def request_stop(number: int, _: Any) -> None:

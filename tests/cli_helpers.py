@@ -81,6 +81,7 @@ def call(script: Script, folder: Path, *args: object, encoding: str = "utf-8"):
     folder.mkdir(exist_ok=True)
     user_envs.LOG.clear()
     redirected = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+    program = script.module.PROGRAM[:]
     with this_process_as_it_was(), redirected[0], redirected[1], register:
         os.chdir(folder)
         sys.argv = [script.file, *map(str, args)]
@@ -94,6 +95,7 @@ def call(script: Script, folder: Path, *args: object, encoding: str = "utf-8"):
             status = 1
         for function in at_exit:
             function()
+    script.module.PROGRAM[:] = program
     printed, complained = (stream.buffer.getvalue().decode(encoding) for stream in (out, err))
     return SimpleNamespace(status=status, out=printed, err=complained)
 

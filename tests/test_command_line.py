@@ -228,6 +228,17 @@ def test_ends_with_what_to_do_next(script, tmp_path):
     assert steps_done(path) >= 400
 
 
+@pytest.mark.parametrize("uv", [False, True])
+def test_commands_call_what_was_called(uv, tmp_path, monkeypatch, capsys):
+    """After `train` in a program of one's own, that is the script; under `uv run`, so are the commands."""
+    if uv:
+        monkeypatch.setenv("UV", "/usr/bin/uv")
+    assert f"resume     {'uv run' if uv else 'python'} ppo.py " in run(PPO, tmp_path, total_timesteps=50).out
+    monkeypatch.chdir(tmp_path)
+    PPO.module.train(PPO.module.Args(total_timesteps=50, num_envs=4, num_steps=8, num_minibatches=1))
+    assert f"resume     python {PPO.module.__file__} --resume" in capsys.readouterr().out
+
+
 def test_lines_in_a_file(tmp_path):
     """Where the output is no terminal: a line every --log-seconds, after the first with the time left."""
     done = run(PPO, tmp_path, total_timesteps=700, log_seconds=0.25, env_kwargs="sleep=0.002")

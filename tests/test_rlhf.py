@@ -774,7 +774,7 @@ def test_weights_that_are_not_numbers_end_the_run(
 
 
 def resume_command(path, *words):
-    return shlex.join(["python", sys.argv[0], *words, "--resume", str(path.relative_to(Path.cwd()))])
+    return shlex.join(["python", rlhf.__file__, *words, "--resume", str(path.relative_to(Path.cwd()))])
 
 
 def test_an_error_says_how_to_resume(folder, tmp_path, monkeypatch):
