@@ -116,10 +116,16 @@ STUDIES = [
     *(Study("ppo_rlhf", f"low-{beta:g}", f"--kl-coef {beta}") for beta in LOW_KL_COEFS),
     Study("ppo_rlhf", "iterated-0.002", "--kl-coef 0.002 --reward-model-updates 20"),
     Study("ppo_rlhf", "k3-in-reward", "--kl-coef 0.5", change=k3_in_reward),
-    Study("ppo_rlhf", "temperature-0.7", "--temperature 0.7"),
+    Study("ppo_rlhf", "temperature-0.7", "--temperature 0.7", (1,)),
     Study("ppo_rlhf", "temperature-left-out", "--temperature 0.7", change=no_temperature_in_learning),
     *(
-        Study("grpo", f"{kl_in}-{beta:g}", f"--kl-in {kl_in} --kl-coef {beta}")
+        Study("grpo", f"{kl_in}-{beta:g}", f"--kl-in {kl_in} --kl-coef {beta} --scale-rewards none")
+        for kl_in in ("reward", "loss", "loss-weighted")
+        for beta in (0.05, 0.1, 0.5)
+        if (kl_in, beta) != ("reward", 0.1)  # "rloo"
+    ),
+    *(
+        Study("grpo", f"std-{kl_in}-{beta:g}", f"--kl-in {kl_in} --kl-coef {beta}", (1, 2))
         for kl_in in ("reward", "loss", "loss-weighted")
         for beta in (0.05, 0.1, 0.5)
         if (kl_in, beta) != ("reward", 0.1)  # the default

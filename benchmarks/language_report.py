@@ -104,21 +104,23 @@ def frontier_table(runs: pd.DataFrame) -> Iterator[Row]:
 
 
 def placement_table(runs: pd.DataFrame) -> Iterator[Row]:
-    """GRPO by where the KL is, and β."""
+    """GRPO by where the KL is, by the scale of rewards, and by β."""
     labels = {
-        "reward": "k1 in the reward (default)",
-        "loss": "k3 in the loss (published)",
+        "reward": "k1 in the reward",
+        "loss": "k3 in the loss",
         "loss-weighted": "k3 times the ratio, in the loss",
     }
-    for kl_in, label in labels.items():
-        row = {"KL": label}
-        for kl_coef in (0.05, 0.1, 0.5):
-            default = (kl_in, kl_coef) == ("reward", 0.1)
-            found = chosen(runs, "grpo", "default" if default else f"{kl_in}-{kl_coef:g}")
-            row[f"β = {kl_coef}"] = middle(found[found.seed <= 3].of_best)
-        yield row
+    for scale, prefix, usual, seeds in (("none", "", "rloo", 3), ("group", "std-", "default", 2)):
+        for kl_in, label in labels.items():
+            row = {"KL": label, "`--scale-rewards`": scale}
+            for kl_coef in (0.05, 0.1, 0.5):
+                study = usual if (kl_in, kl_coef) == ("reward", 0.1) else f"{prefix}{kl_in}-{kl_coef:g}"
+                found = chosen(runs, "grpo", study)
+                row[f"β = {kl_coef}"] = middle(found[found.seed <= seeds].of_best)
+            yield row
     found = chosen(runs, "grpo", "published")
-    yield dict.fromkeys(row, "") | {"KL": "all as published", "β = 0.1": middle(found.of_best)}
+    published = {"KL": "k3 in the loss, all as published", "`--scale-rewards`": "group"}
+    yield dict.fromkeys(row, "") | published | {"β = 0.1": middle(found.of_best)}
 
 
 def reached(found: pd.DataFrame, column: str, level: float) -> float:
