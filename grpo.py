@@ -43,7 +43,7 @@ Up to three networks take part: the actor, which is trained; the reference, a fr
 was at first; and the reward model, also frozen. With --kl-coef 0 there is no reference, with reward functions
 no reward model. There is no critic: the baseline is the mean reward of a group, the G responses to a prompt.
 
-Shapes: B responses in a batch, group by group; P tokens of the longest prompt, L of the longest response,
+Shapes: B responses in a batch, group by group; P tokens of the longest prompt, L = --max-response-length,
 S = P + L, V tokens in the vocabulary. Prompts are padded on the left, responses on the right. Masks come from
 lengths and not from the padding token, which may well be the stop token.
 """
@@ -96,7 +96,7 @@ class Task:
     max_response_length: int = 8  # L: longer responses are cut off, and have no stop token
     missing_eos_penalty: float = 2.0  # subtracted from the score of a response without a stop token
     temperature: float = 1.0  # divides the logits in sampling, and in every log-probability
-    reward_model_updates: int = 0  # reviews: learn the reward model again every so many iterations
+    reward_model_updates: int = 0  # reviews: iterations between updates of the reward model; 0: none
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Algorithm:
     group_size: int = 8  # G: responses to each prompt
     num_iterations: int = 2  # μ: passes over each batch
     num_minibatches: int = 4  # minibatches per pass, one gradient step each
-    micro_batch_size: int = 64  # responses per forward pass of a process: saves memory, changes nothing else
+    micro_batch_size: int = 64  # responses per forward pass when learning: saves memory, changes nothing else
     learning_rate: float = 1e-3  # Adam's step size, decayed linearly to 0; for real models, 1e-6 to 1e-5
     kl_coef: float = 0.1  # β: weight of the KL divergence from the reference; 0 needs no reference
     kl_target: float | None = None  # adapt β to keep this divergence, in nats per response
@@ -120,10 +120,10 @@ class Algorithm:
     importance_sampling: Literal["token", "sequence"] = (
         "token"  # ratio per token; or per sequence, as in [GSPO]
     )
-    clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped below 1 - ε
-    clip_coef_high: float = 0.2  # ε_high: and above 1 + ε_high; [DAPO] has 0.28
+    clip_coef: float = 0.2  # ε: lowest ratio of new to old probability is 1 - ε
+    clip_coef_high: float = 0.2  # ε_high: highest ratio is 1 + ε_high; [DAPO] has 0.28
     mask_truncated: bool = False  # learn nothing from responses without a stop token ([DAPO], §3.4)
-    resampling_tries: int = 0  # so often, groups of equal scores are replaced by new ones ([DAPO], §3.2)
+    resampling_tries: int = 0  # how often groups of equal scores are sampled anew ([DAPO], §3.2)
     max_grad_norm: float = 1.0  # clip the gradient to this norm
 
 
@@ -393,11 +393,11 @@ def loss_weights(mask: Tensor, loss_aggregation: str) -> Tensor:
         token-mean      1/(Σ_i |o_i|) Σ_it loss_it    [DAPO], §3.3
         constant        1/(B L) Σ_it loss_it          [Dr. GRPO], §3.2
 
-    |o_i| is the number of tokens of response i. The gradient of E[r] is the mean of A_i Σ_t ∇log π over the
-    responses: the constant gives it, divided by L. The mean over a sequence divides by the length, which the
-    gradient does not: among right answers it favours the short, among wrong ones it spares the long, so that
-    wrong answers grow ([Dr. GRPO], §3.1). The mean over tokens has the constant's direction, but minibatches
-    of short responses weigh more.
+    |o_i| is the number of tokens of response i, and B that of responses in the minibatch. The gradient of
+    E[r] is the mean of A_i Σ_t ∇log π over the responses: the constant gives it, divided by L. The mean over
+    a sequence divides by the length, which the gradient does not: among right answers it favours the short,
+    among wrong ones it spares the long, so that wrong answers grow ([Dr. GRPO], §3.1). The mean over tokens
+    has the constant's direction, but minibatches of short responses weigh more.
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)
     responses = sum_over_processes(torch.tensor(len(mask), device=mask.device))
@@ -555,7 +555,7 @@ def collect(models: Models, args: Args, state: State) -> tuple[Batch, dict[str, 
     responses, sampled_log_probs, scores, metrics = sample_batch(models, args)
     parts = []
     for part in split(responses, args.micro_batch_size):
-        # log π is computed anew, in the same way as in the update: at first, the ratio is exactly 1.
+        # log π is computed anew, in the same way as in the update: at first, the ratio is 1.
         log_probs, entropies = token_log_probs(models.actor, part, args.temperature)
         ref_log_probs = log_probs
         if models.reference is not None:
@@ -623,7 +623,8 @@ def update(models: Models, optimizer: Adam, batch: Batch, args: Args, state: Sta
                     sum_over_processes(parameter.grad)
             nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
             optimizer.step()
-            sum_over_processes(sums)[1:] /= num_tokens  # all but the loss are means over tokens
+            sum_over_processes(sums)
+            sums[1:] /= num_tokens  # all but the loss are means over tokens
             metrics.append(sums)
     means = torch.stack(metrics).mean(0).tolist()
     first_approxkl = metrics[0][METRICS.index("policy/approxkl_avg")].item()  # before any step: 0
@@ -640,7 +641,9 @@ def adjust_coefficients(state: State, args: Args) -> None:
 
 
 def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
-    """GRPO ([GRPO], Algorithm 1). Once `stop` has an element, it saves and returns.
+    """GRPO ([GRPO], Algorithm 1 with I = 1: the reference stays as it is).
+
+    Once `stop` has an element, it saves and returns.
 
     Returns "checkpoint" (its path) and, on a task made on the spot, how well the actor does: for reviews the
     result of `compare_with_optimum`, for sums "accuracy" and "accuracy_before", on sums that were held out.
@@ -648,7 +651,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
     """
     check_args(args)
     rank, processes = world()
-    if args.device == "cuda" and processes > 1:
+    if args.device.startswith("cuda") and processes > 1:
         args = replace(args, device=f"cuda:{os.environ['LOCAL_RANK']}")
     if not args.model:
         torch.set_num_threads(1)  # for small networks, one is fastest
@@ -680,7 +683,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
                 run.log(batch, metrics)
         if processes > 1:
             dist.destroy_process_group()
-        return run.finish(stop) if rank == 0 else {}
+        return run.finish(state.episodes < args.total_episodes) if rank == 0 else {}
 
 
 # ========================== End of GRPO. What follows is what training needs around it =====================
@@ -721,11 +724,11 @@ def world() -> tuple[int, int]:
 
 def connect(args: Args, models: Models, state: State) -> None:
     """Connect the processes: all start with the same weights, and draw random numbers of their own."""
-    rank, _ = world()
+    rank, processes = world()
     dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
     for tensor in models.state_dict().values():
         dist.broadcast(tensor, 0)
-    torch.manual_seed(args.seed + state.episodes + rank)
+    torch.manual_seed((args.seed + state.episodes) * processes + rank)
 
 
 def sum_over_processes(x: Tensor) -> Tensor:
@@ -882,7 +885,7 @@ def held_out_accuracy(models: Models, args: Args) -> float:
     """The share of right answers, one sampled for each sum that is never trained on."""
     prompts, attention = models.held_out
     responses, _ = generate(models.actor, prompts, attention, models.tokenizer, args)
-    return mean(score(models, responses, args)).item()
+    return mean(torch.tensor(verify(*texts(models.tokenizer, responses)))).item()
 
 
 def make_sum_models(args: Args) -> Models:
@@ -933,7 +936,10 @@ def write_review(rng: random.Random, prompt: str) -> str:
 
 
 def human(prompt: str, response: str) -> float:
-    """The simulated human's taste: ±1 for the tone asked for, 0.5 for each "very", -2 if it is no review."""
+    """The simulated human's taste: 1 for the tone asked for, -1 for another, and 0.5 for each "very".
+
+    It is -2 for what is not a review.
+    """
     *_, tone, _, product, _ = prompt.split()
     clause = f"(?:very )?({'|'.join(GOOD + BAD)}) ({'|'.join(PRODUCTS[product])})"
     match = re.fullmatch(f"{clause}(?: (?:and|but) {clause})?", response)
@@ -975,8 +981,8 @@ def sample_pairs(models: Models, args: Args, count: int) -> tuple[Responses, Ten
 def learn_from_comparisons(models: Models, args: Args) -> None:
     """Let the human compare responses of the actor, and the reward model learn from all comparisons so far.
 
-    The human prefers a to b with probability σ(2 (taste(a) - taste(b))), which is the Bradley-Terry model. So
-    does the reward model, with scores in the place of tastes ([RLHF], equation 1).
+    The human prefers a to b with probability σ(2 (taste(a) - taste(b))), which is the Bradley-Terry model.
+    The reward model fits σ(score(a) - score(b)) to the choices ([RLHF], equation 1).
     """
     start, reward_model = time.monotonic(), models.reward_model
     responses, taste = sample_pairs(models, args, COMPARISONS // 4 if models.comparisons else COMPARISONS)
@@ -1003,7 +1009,7 @@ def learn_from_comparisons(models: Models, args: Args) -> None:
 
 
 def update_reward_model(models: Models, args: Args, state: State) -> None:
-    """Iterated RLHF ([RLHF], §3.1): when due, learn the reward model again, from new comparisons, too."""
+    """Iterated RLHF ([RLHF], §3.1): when due, retrain the reward model, with new comparisons added."""
     iteration = state.episodes // args.batch_size
     if iteration and iteration % args.reward_model_updates == 0:
         with torch.random.fork_rng(devices=[]):  # all processes draw the same pairs
@@ -1054,8 +1060,8 @@ def compare_with_optimum(models: Models, args: Args, kl_coef: float) -> dict[str
     """How close the actor is to the policy that maximises J = E[r] - β KL(π ‖ π_ref), as means over prompts.
 
     The optimum is π*(y|x) = π_ref(y|x) exp(r(x, y) / β) / Z(x), with J* = β log Z ([DPO], equation 4). Every
-    policy has J* - J = β KL(π ‖ π*). Summed over are the responses that are likely under the reference or the
-    actor; `left_out` is the actor's probability of all others, which count as r = 0, the reference's mean.
+    policy has J* - J = β KL(π ‖ π*). The sums are over the responses that are likely under the reference or
+    the actor. Others count as if their score and KL were 0; the actor's share of them is `left_out`.
     """
     models.eval()
     totals = []
@@ -1151,8 +1157,9 @@ def make_trainable(frozen: nn.Module, args: Args, task: str | None = None) -> An
 def read_prompts(args: Args) -> list[str]:
     """The prompts in the file --prompts."""
     prompts = []
-    with refuse_errors(f"cannot read --prompts {args.prompts}", OSError, UnicodeError):
-        lines = Path(str(args.prompts)).read_text(encoding="utf-8").splitlines()
+    unreadable = refuse_errors(f"cannot read --prompts {args.prompts}", OSError, UnicodeError)
+    with unreadable, open(str(args.prompts), encoding="utf-8") as file:
+        lines = file.readlines()
     for number, line in enumerate(lines, 1):
         place = f"{args.prompts}, line {number}"
         with refuse_errors(f'{place} is not JSON such as {{"prompt": "..."}}', Exception):
@@ -1198,7 +1205,7 @@ def call_reward_function(function: Callable, prompts: list[str], responses: list
 
 ADVICE = [  # name; after so many iterations in a row; in which this holds (see `diagnose`); what to do
     ("flat-groups", 5, lambda m: m["frac_reward_zero_std"] > 0.5,
-     "over 50% of groups have equal rewards and teach nothing: are prompts too easy or too hard?"),
+     "over 50% of groups have equal scores, which teach nothing: are prompts too easy or too hard?"),
     ("hacking", 3, lambda m: m["objective/surprise"] > 0.2,
      "over 20% of responses would surprise the reference: is the reward model exploited? raise --kl-coef"),
     ("drift", 10, lambda m: 0.05 < m["objective/surprise"] <= 0.2,
@@ -1209,7 +1216,7 @@ ADVICE = [  # name; after so many iterations in a row; in which this holds (see 
      and m["objective/rlhf_reward"] < m["best"]["objective/rlhf_reward"] - 0.1 * m["first_std"],
      "the reward rises but reward - β KL falls: the KL costs more than it gains; lower --learning-rate"),
     ("length", 5, lambda m: m["completions/mean_length"] > 1.3 * m["first"]["completions/mean_length"]
-     and m["reward"] < m["first"]["reward"] + 0.1 * m["first_std"],
+     and m["reward"] < m["first"]["reward"] + 0.1 * m["first_std"] and m["loss_aggregation"] != "constant",
      "responses are 1.3 times as long as at first, for no more reward: try --loss-aggregation constant"),
     ("cut-off", 5, lambda m: m["completions/clipped_ratio"] > 0.2,
      "over 20% of responses have no stop token: raise --max-response-length or --missing-eos-penalty"),
@@ -1250,7 +1257,7 @@ def plan(args: Args) -> str:
     if args.kl_coef and args.kl_in != "reward":
         note = f"\nnote       --kl-in {args.kl_in}: its optimum is not that of score - KL coefficient x KL"
         if args.scale_rewards == "group":
-            note += "\n           --scale-rewards group moves it further, for each prompt by another amount"
+            note += "\n           --scale-rewards group shifts it again, differently for each prompt"
     return f"""{args.model or args.task}: {args.total_episodes:,.0f} responses, seed {args.seed}
 rewards    {scorer}
 rollout    {groups} prompts x {args.group_size} responses of at most {args.max_response_length} tokens
@@ -1356,7 +1363,7 @@ class Run(AbstractContextManager):
         self.path.with_suffix(".tmp").replace(self.path)
         self.saved = time.monotonic()
 
-    def finish(self, stop: Sequence[int]) -> dict[str, Any]:
+    def finish(self, stopped: bool) -> dict[str, Any]:
         """Save the model, or measure how well it does the task, and say what can be done next."""
         results: dict[str, Any] = {"checkpoint": str(self.path)}
         self.save()
@@ -1365,15 +1372,15 @@ class Run(AbstractContextManager):
             actor.save_pretrained(self.path.parent / "model")
             self.models.tokenizer.save_pretrained(self.path.parent / "model")
             say(f"model      {self.path.parent / 'model'}")
-        elif not stop and self.args.task == "sums":
+        elif not stopped and self.args.task == "sums":
             before, after = self.state.first["eval/accuracy"], held_out_accuracy(self.models, self.args)
             results |= {"accuracy_before": before, "accuracy": after}
-            say(f"held out   {before:.1%} right before GRPO, {after:.1%} after")
-        elif not stop and self.args.kl_coef:  # without the KL, the optimum is one response to each prompt
+            say(f"held out   accuracy {before:.1%} before GRPO, {after:.1%} after")
+        elif not stopped and self.args.kl_coef:  # without the KL, the optimum is one response to each prompt
             results |= self.compare()
-        if not stop:
+        if not stopped:
             say(f"curves     tensorboard --logdir {self.path.parent.parent}")
-        more = "" if stop else f" --total-episodes {2 * self.args.total_episodes:.0f}"
+        more = "" if stopped else f" --total-episodes {2 * self.args.total_episodes:.0f}"
         say(f"resume     {self.resume}{more}")
         self.writer.close()
         return results
@@ -1435,8 +1442,9 @@ def restore(args: Args, models: Models, optimizer: Adam, state: State) -> None:
     models.comparisons = content["comparisons"]
     torch.set_rng_state(content["random"])
     for name, value in content["state"].items():
-        if getattr(args, name, None) == getattr(content["args"], name, None):
-            setattr(state, name, value)  # not where a flag replaces a coefficient
+        setattr(state, name, value)
+    if args.kl_coef != content["args"].kl_coef:  # a flag replaces it
+        state.kl_coef = args.kl_coef
     done = state.episodes >= args.total_episodes
     refuse(done, f"{args.resume} has done {state.episodes:,} responses; set --total-episodes to more")
 
@@ -1478,7 +1486,8 @@ def check_args(args: Args) -> None:
         both_or_none = bool(args.reward_model) == bool(args.reward_function)
         refuse(not args.prompts, "--model needs --prompts")
         refuse(both_or_none, "--model needs either --reward-model or --reward-function")
-        refuse(args.learning_rate > 1e-4, "--model needs a --learning-rate of at most 1e-4; try 1e-6")
+        too_fast = args.learning_rate > (1e-3 if args.lora_rank else 1e-4)
+        refuse(too_fast, "--model needs a --learning-rate of at most 1e-4, or 1e-3 with --lora-rank")
         refuse(args.task == "sums", "--model and --task sums exclude each other")
     else:
         refuse(args.device != "cpu", "--device needs --model; the task made on the spot is for the CPU")
@@ -1495,7 +1504,7 @@ def parse_args(default: Args) -> Args:
     values = (group(**{f.name: getattr(default, f.name) for f in fields(group)}) for group in groups)
     parsed = tyro.cli(flags, default=flags(*values), description=purpose, config=(tyro.conf.OmitArgPrefixes,))
     args = Args(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
-    return parse_args(SUMS) if args.task == "sums" != default.task else args
+    return parse_args(SUMS) if args.task == "sums" and default.task != "sums" else args
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ Algorithm 1. The second, which can be skipped, is what training needs around it.
 Four networks take part: the actor, which is trained; the critic, which estimates how well a response will
 turn out; the reference, a frozen copy of the actor as it was at first; and the reward model, also frozen.
 
-Shapes: B responses in a batch, P tokens of the longest prompt, L of the longest response, S = P + L, V tokens
+Shapes: B responses in a batch, P tokens of the longest prompt, L = --max-response-length, S = P + L, V tokens
 in the vocabulary. Prompts are padded on the left, responses on the right. Masks come from lengths, not from
 the padding token, which may well be the stop token.
 """
@@ -83,7 +83,7 @@ class Task:
     max_response_length: int = 8  # L: longer responses are cut off, and have no stop token
     missing_eos_penalty: float = 2.0  # subtracted from the score of a response without a stop token
     temperature: float = 1.0  # divides the logits in sampling, and in every log-probability
-    reward_model_updates: int = 0  # on-the-spot task: learn the reward model again every so many iterations
+    reward_model_updates: int = 0  # reviews: iterations between updates of the reward model; 0: none
 
 
 @dataclass
@@ -92,15 +92,15 @@ class Algorithm:
     batch_size: int = 256  # B: prompts per iteration, over all processes; each gets one response
     update_epochs: int = 2  # K: passes over each batch
     num_minibatches: int = 4  # minibatches per epoch, one gradient step each
-    micro_batch_size: int = 64  # responses per forward pass of a process: saves memory, changes nothing else
+    micro_batch_size: int = 64  # responses per forward pass when learning: saves memory, changes nothing else
     learning_rate: float = 1e-3  # Adam's step size, decayed linearly to 0; for real models, 1e-6 to 1e-5
     kl_coef: float = 0.1  # β: weight of the KL divergence from the reference in the reward
     kl_target: float | None = None  # adapt β to keep this divergence, in nats per response
     gae_lambda: float = 1.0  # λ: trades bias (0) against variance (1) of the advantages; papers have 0.95
-    whiten_rewards: bool = False  # divide rewards by their standard deviation ([N+]); biases the length
+    whiten_rewards: bool = False  # scale rewards around their mean to deviation 1 ([N+]); biases the length
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
     clip_vloss: bool = False  # also clip the change of the value to ±ε
-    vf_coef: float = 0.5  # weight of the value loss
+    vf_coef: float = 0.5  # weight of the value loss; Adam undoes it unless --share-critic is set
     share_critic: bool = False  # let the critic be a second output of the actor
     max_grad_norm: float = 1.0  # clip the actor's gradient to this norm, and the critic's
 
@@ -333,7 +333,7 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
     PPO then maximises J = E[score] - β KL(π ‖ π_ref), as the expectation of Σ_t kl_t is the KL divergence.
     This holds for this estimator, k1 of Schulman 2020, "Approximating KL Divergence", and only in the reward.
     With k3 instead, which is never negative, the gradient is not J's, and training ends elsewhere. In the
-    loss, any estimator ignores what a token does to the KL of those after it.
+    loss, any estimator per token ignores the token's effect on the KL of later ones.
     """
     rewards = -kl_coef * kl * mask
     return rewards.scatter_add(1, mask.sum(1, keepdim=True) - 1, scores.unsqueeze(1))
@@ -436,7 +436,7 @@ def collect(models: Models, args: Args, state: State) -> tuple[Batch, dict[str, 
     responses, sampled_log_probs = generate(models.actor, prompts, attention, models.tokenizer, args)
     parts = []
     for part in split(responses, args.micro_batch_size):
-        # log π is computed anew, in the same way as in the update: at first, the ratio is exactly 1.
+        # log π is computed anew, in the same way as in the update: at first, the ratio is 1.
         log_probs, entropies = token_log_probs(models.actor, part, args.temperature)
         ref_log_probs, _ = token_log_probs(models.reference, part, args.temperature)
         scores, values = score(models, part, args), models.critic(part)[:, :-1]
@@ -530,7 +530,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
     """
     check_args(args)
     rank, processes = world()
-    if args.device == "cuda" and processes > 1:
+    if args.device.startswith("cuda") and processes > 1:
         args = replace(args, device=f"cuda:{os.environ['LOCAL_RANK']}")
     if not args.model:
         torch.set_num_threads(1)  # for small networks, one is fastest
@@ -562,7 +562,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
                 run.log(batch, metrics)
         if processes > 1:
             dist.destroy_process_group()
-        return run.finish(stop) if rank == 0 else {}
+        return run.finish(state.episodes < args.total_episodes) if rank == 0 else {}
 
 
 # ========================== End of PPO. What follows is what training needs around it ======================
@@ -603,11 +603,11 @@ def world() -> tuple[int, int]:
 
 def connect(args: Args, models: Models, state: State) -> None:
     """Connect the processes: all start with the same weights, and draw random numbers of their own."""
-    rank, _ = world()
+    rank, processes = world()
     dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
     for tensor in models.state_dict().values():
         dist.broadcast(tensor, 0)
-    torch.manual_seed(args.seed + state.episodes + rank)
+    torch.manual_seed((args.seed + state.episodes) * processes + rank)
 
 
 def sum_over_processes(x: Tensor) -> Tensor:
@@ -694,7 +694,10 @@ def write_review(rng: random.Random, prompt: str) -> str:
 
 
 def human(prompt: str, response: str) -> float:
-    """The simulated human's taste: ±1 for the tone asked for, 0.5 for each "very", -2 if it is no review."""
+    """The simulated human's taste: 1 for the tone asked for, -1 for another, and 0.5 for each "very".
+
+    It is -2 for what is not a review.
+    """
     *_, tone, _, product, _ = prompt.split()
     clause = f"(?:very )?({'|'.join(GOOD + BAD)}) ({'|'.join(PRODUCTS[product])})"
     match = re.fullmatch(f"{clause}(?: (?:and|but) {clause})?", response)
@@ -784,8 +787,8 @@ def sample_pairs(models: Models, args: Args, count: int) -> tuple[Responses, Ten
 def learn_from_comparisons(models: Models, args: Args) -> None:
     """Let the human compare responses of the actor, and the reward model learn from all comparisons so far.
 
-    The human prefers a to b with probability σ(2 (taste(a) - taste(b))), which is the Bradley-Terry model. So
-    does the reward model, with scores in the place of tastes ([RLHF], equation 1).
+    The human prefers a to b with probability σ(2 (taste(a) - taste(b))), which is the Bradley-Terry model.
+    The reward model fits σ(score(a) - score(b)) to the choices ([RLHF], equation 1).
     """
     start, reward_model = time.monotonic(), models.reward_model
     responses, taste = sample_pairs(models, args, COMPARISONS // 4 if models.comparisons else COMPARISONS)
@@ -812,7 +815,7 @@ def learn_from_comparisons(models: Models, args: Args) -> None:
 
 
 def update_reward_model(models: Models, args: Args, state: State) -> None:
-    """Iterated RLHF ([RLHF], §3.1): when due, learn the reward model again, from new comparisons, too."""
+    """Iterated RLHF ([RLHF], §3.1): when due, retrain the reward model, with new comparisons added."""
     iteration = state.episodes // args.batch_size
     if iteration and iteration % args.reward_model_updates == 0:
         with torch.random.fork_rng(devices=[]):  # all processes draw the same pairs
@@ -862,8 +865,8 @@ def compare_with_optimum(models: Models, args: Args, kl_coef: float) -> dict[str
     """How close the actor is to the policy that maximises J = E[r] - β KL(π ‖ π_ref), as means over prompts.
 
     The optimum is π*(y|x) = π_ref(y|x) exp(r(x, y) / β) / Z(x), with J* = β log Z ([DPO], equation 4). Every
-    policy has J* - J = β KL(π ‖ π*). Summed over are the responses that are likely under the reference or the
-    actor; `left_out` is the actor's probability of all others, which count as r = 0, the reference's mean.
+    policy has J* - J = β KL(π ‖ π*). The sums are over the responses that are likely under the reference or
+    the actor. Others count as if their score and KL were 0; the actor's share of them is `left_out`.
     """
     models.eval()
     totals = []
@@ -964,8 +967,9 @@ def make_trainable(frozen: nn.Module, args: Args, task: str | None = None) -> An
 def read_prompts(args: Args) -> list[str]:
     """The prompts in the file --prompts."""
     prompts = []
-    with refuse_errors(f"cannot read --prompts {args.prompts}", OSError, UnicodeError):
-        lines = Path(str(args.prompts)).read_text(encoding="utf-8").splitlines()
+    unreadable = refuse_errors(f"cannot read --prompts {args.prompts}", OSError, UnicodeError)
+    with unreadable, open(str(args.prompts), encoding="utf-8") as file:
+        lines = file.readlines()
     for number, line in enumerate(lines, 1):
         place = f"{args.prompts}, line {number}"
         with refuse_errors(f'{place} is not JSON such as {{"prompt": "..."}}', Exception):
@@ -1007,8 +1011,8 @@ ADVICE = [  # name; after so many iterations in a row; in which this holds (see 
      "over 20% of responses would surprise the reference: is the reward model exploited? raise --kl-coef"),
     ("drift", 10, lambda m: 0.05 < m["objective/surprise"] <= 0.2,
      "over 5% of responses would surprise the reference: read some, and raise --kl-coef if they look odd"),
-    ("kl", 5, lambda m: m["objective/kl"] > 10,
-     "KL to the reference > 10 nats: scores mean little this far from it; raise --kl-coef"),
+    ("kl", 5, lambda m: m["objective/kl"] > (1.5 * m["kl_target"] if m["kl_target"] else 10),
+     "KL to the reference > 10 nats, or > 1.5 times its target: raise --kl-coef"),
     ("falling", 10, lambda m: m["objective/scores"] > m["best"]["objective/scores"]
      and m["objective/rlhf_reward"] < m["best"]["objective/rlhf_reward"] - 0.1 * m["first_std"],
      "the score rises but score - β KL falls: the KL costs more than it gains; lower --learning-rate"),
@@ -1023,7 +1027,7 @@ ADVICE = [  # name; after so many iterations in a row; in which this holds (see 
     ("entropy", 10, lambda m: m["policy/entropy_avg"] < 0.4 * m["first"]["policy/entropy_avg"],
      "entropy below 40% of the first: responses become all alike; raise --kl-coef"),
     ("critic", 10, lambda m: m["val/explained_variance"] < 0,
-     "explained variance < 0: the critic is worse than a constant; raise --vf-coef"),
+     "explained variance < 0: the critic is worse than a constant; raise --update-epochs"),
 ]  # fmt: skip
 
 
@@ -1150,7 +1154,7 @@ class Run(AbstractContextManager):
         self.path.with_suffix(".tmp").replace(self.path)
         self.saved = time.monotonic()
 
-    def finish(self, stop: Sequence[int]) -> dict[str, Any]:
+    def finish(self, stopped: bool) -> dict[str, Any]:
         """Save the model, or compare it with the optimum, and say what can be done next."""
         results: dict[str, Any] = {"checkpoint": str(self.path)}
         self.save()
@@ -1159,11 +1163,11 @@ class Run(AbstractContextManager):
             actor.save_pretrained(self.path.parent / "model")
             self.models.tokenizer.save_pretrained(self.path.parent / "model")
             say(f"model      {self.path.parent / 'model'}")
-        elif not stop:
+        elif not stopped:
             results |= self.compare()
-        if not stop:
+        if not stopped:
             say(f"curves     tensorboard --logdir {self.path.parent.parent}")
-        more = "" if stop else f" --total-episodes {2 * self.args.total_episodes:.0f}"
+        more = "" if stopped else f" --total-episodes {2 * self.args.total_episodes:.0f}"
         say(f"resume     {self.resume}{more}")
         self.writer.close()
         return results
@@ -1228,8 +1232,9 @@ def restore(args: Args, models: Models, optimizer: Adam, state: State) -> None:
     models.comparisons = content["comparisons"]
     torch.set_rng_state(content["random"])
     for name, value in content["state"].items():
-        if getattr(args, name, None) == getattr(content["args"], name, None):
-            setattr(state, name, value)  # not where a flag replaces a coefficient
+        setattr(state, name, value)
+    if args.kl_coef != content["args"].kl_coef:  # a flag replaces it
+        state.kl_coef = args.kl_coef
     done = state.episodes >= args.total_episodes
     refuse(done, f"{args.resume} has done {state.episodes:,} responses; set --total-episodes to more")
 
@@ -1262,7 +1267,8 @@ def check_args(args: Args) -> None:
         both_or_none = bool(args.reward_model) == bool(args.reward_function)
         refuse(not args.prompts, "--model needs --prompts")
         refuse(both_or_none, "--model needs either --reward-model or --reward-function")
-        refuse(args.learning_rate > 1e-4, "--model needs a --learning-rate of at most 1e-4; try 1e-6")
+        too_fast = args.learning_rate > (1e-3 if args.lora_rank else 1e-4)
+        refuse(too_fast, "--model needs a --learning-rate of at most 1e-4, or 1e-3 with --lora-rank")
         refuse(args.reward_model_updates, "--reward-model-updates is for the task made on the spot")
         refuse(args.lora_rank and args.share_critic, "--lora-rank and --share-critic exclude each other")
     else:
