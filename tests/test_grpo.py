@@ -742,9 +742,8 @@ def test_accuracy_is_of_held_out_sums(small, monkeypatch):
     shown = {decode(row[m].tolist()) for row, m in zip(prompts, mask, strict=True)}
     assert shown == set(held_out)
     seen = []
-    monkeypatch.setattr(grpo, "verify", None)
-    models.reward_functions = [(lambda p, r: seen.extend(p) or [float(len(x) > 12) for x in p], 1.0)]
-    accuracy = grpo.held_out_accuracy(models, small["sums"])
+    monkeypatch.setattr(grpo, "verify", lambda p, r: seen.extend(p) or [float(len(x) > 12) for x in p])
+    accuracy = grpo.held_out_accuracy(models, replace(small["sums"], missing_eos_penalty=3.0))
     assert sorted(seen) == sorted(held_out)
     assert accuracy == pytest.approx(np.mean([len(x) > 12 for x in held_out]), abs=1e-6)
 
@@ -930,7 +929,7 @@ def test_all_advice_is_tested():
 @pytest.mark.parametrize(("name", "iterations", "changes"), CASES)
 def test_advice(name, iterations, changes):
     """Given once, after so many iterations in a row, and about nothing else."""
-    args, state = grpo.Args(), grpo.State(1e-4, 0.1, first=FIRST)
+    args, state = grpo.Args(loss_aggregation="sequence-mean"), grpo.State(1e-4, 0.1, first=FIRST)
     assert grpo.diagnose(HEALTHY, args, state) == []
     for _ in range(iterations - 1):
         assert grpo.diagnose(HEALTHY | changes, args, state) == []
@@ -938,6 +937,15 @@ def test_advice(name, iterations, changes):
     told = [grpo.diagnose(HEALTHY | changes, args, state) for _ in range(iterations + 5)]
     assert [len(messages) for messages in told] == [0] * (iterations - 1) + [1] + [0] * 5
     assert told[iterations - 1][0].startswith(f"[{name}] ")
+
+
+def test_length_advice_names_no_present_value():
+    state, long = (
+        grpo.State(1e-4, 0.1, first=FIRST),
+        HEALTHY | {"completions/mean_length": 14.0, "reward": 0.55},
+    )
+    told = [grpo.diagnose(long, grpo.Args(loss_aggregation="constant"), state) for _ in range(10)]
+    assert told == [[]] * 10
 
 
 def test_kl_advice_keeps_to_its_target():
