@@ -208,7 +208,7 @@ def frontier_figure(runs: pd.DataFrame) -> Figure:
         right.plot(rows.kl_actor, rows[column], ".", color=COLORS[index], alpha=0.5)
         right.plot(means.kl_actor, means[column], STYLES[index], color=COLORS[index], label=label)
     right.set_xlabel("KL to the reference, nats per response, as β falls from 1 to 0.002")
-    right.legend(loc="lower left")
+    right.legend(loc="center right")
     return figure
 
 
@@ -238,8 +238,8 @@ def comparison_figure(runs: pd.DataFrame) -> Figure:
             accuracy = np.array([curve["gold"] for curve in found.curves])
             draw_curves(grid[1, column], found, x, accuracy, label, index)
         grid[1, column].set_xlabel(unit)
-    grid[0, 0].set_ylim(0, 1)
-    grid[0, 0].set_ylabel("reviews: share of the optimum")
+    grid[0, 0].set_ylim(0.3, 1.05)
+    grid[0, 0].set_ylabel("reviews: share of best, sampled")
     grid[1, 0].set_ylabel("sums held out: share right")
     grid[0, 0].legend(loc="lower right")
     grid[1, 0].legend(loc="lower right")
@@ -262,7 +262,7 @@ def sensitivity_figure(runs: pd.DataFrame) -> Figure:
         axes.set_xlabel(setting)
         if prefix == "group":
             axes.set_xscale("log", base=2)
-            axes.set_ylabel("share of the optimum")
+            axes.set_ylabel("reviews: share of best")
     return figure
 
 
