@@ -18,12 +18,15 @@ import ale_py
 import experiments
 import figures
 import gymnasium as gym
+import language
+import language_report
 import numpy as np
 import pandas as pd
 import pytest
 import report
 import run as runner
 import time_limit_as_death
+import torch
 import tyro
 
 import ppo
@@ -279,3 +282,52 @@ def test_commands_in_the_readmes_select_runs():
     for path in (ROOT / "README.md", ROOT / "benchmarks/README.md"):
         for only in re.findall(r"run\.py --only '?([^\s']+)", path.read_text()):
             assert any(name.startswith(only) or fnmatch.fnmatch(name, only) for name in names), only
+
+
+# Language models
+
+
+@pytest.fixture(autouse=True)
+def modules_as_they_were(monkeypatch):
+    """The benchmark loads fresh copies of scripts, which other tests must not see."""
+    for name in ("ppo_rlhf", "grpo"):
+        monkeypatch.setitem(sys.modules, name, sys.modules.get(name))
+
+
+def test_language_tables_are_up_to_date():
+    """The tables in docs/ are those that language_report.py makes."""
+    made = language_report.tables(language_report.load_runs())
+    text = (ROOT / "docs/ppo_and_grpo.md").read_text()
+    assert all(f"<!-- table: {name} -->" in text for name in made)
+    assert report.fill(text, made) == text, "run python benchmarks/language_report.py"
+
+
+@pytest.mark.parametrize("study", language.STUDIES, ids=lambda study: f"{study.script}/{study.name}")
+def test_language_studies(study):
+    """Each has settings that its script accepts, and its stored runs were made with them."""
+    script = language.load_script(study.script)
+    default = script.SUMS if "--task sums" in study.flags else script.Args()
+    script.check_args(tyro.cli(script.Args, args=study.flags.split(), default=default))
+    for path in language.LANGUAGE.glob(f"{study.script}/{study.name}__*.json"):
+        stored = json.loads(path.read_text())
+        assert (stored["study"], stored["script"]) == (study.name, study.script)
+        assert stored["flags"] == study.flags
+        assert path.stem.endswith(f"__{stored['seed']}")
+        assert abs(stored.get("identity", 0)) < 1e-9, "J* - J = β KL(π ‖ π*)"
+        assert len(stored["curves"]["score"]) == language.POINTS
+
+
+def test_faults_are_planted():
+    """They change what the script computes: k3 in the reward, and no temperature in learning."""
+    script = language.load_script("ppo_rlhf")
+    language.k3_in_reward(script)
+    kl, mask = torch.tensor([[0.5, -0.5]]), torch.ones(1, 2, dtype=torch.bool)
+    rewards = script.token_rewards(torch.zeros(1), kl, mask, 1.0)
+    assert rewards.flatten().tolist() == pytest.approx([1 - math.exp(-0.5) - 0.5, 1 - math.exp(0.5) + 0.5])
+    gpt = script.GPT(5)
+    batch = script.Responses(torch.tensor([[2, 3, 1]]), torch.ones(1, 3, dtype=torch.bool), mask)
+    before = [script.token_log_probs(gpt, batch, temperature)[0] for temperature in (1.0, 0.5)]
+    language.no_temperature_in_learning(script)
+    after, _ = script.token_log_probs(gpt, batch, 0.5)
+    assert torch.equal(after, before[0])
+    assert not torch.equal(after, before[1])
