@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 from experiments import HERE
 from figures import COLORS, STYLES, THEMES, style
-from language import LANGUAGE
+from language import FIVE, LANGUAGE
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from report import Row, fill, interval, markdown
@@ -62,12 +62,10 @@ def seeds_table(runs: pd.DataFrame) -> Iterator[Row]:
     """The default runs, seed by seed."""
     for (script, study), label in METHODS.items():
         found = chosen(runs, script, study)
+        shares = {run.seed: f"{run.share_of_optimum:.1%}" for run in found.itertuples()}
         yield {
             "reviews": label,
-            **{
-                f"seed {seed}": f"{share:.1%}"
-                for seed, share in zip(found.seed, found.share_of_optimum, strict=True)
-            },
+            **{f"seed {seed}": shares.get(seed, "") for seed in FIVE},
             "median": f"**{found.share_of_optimum.median():.1%}**",
             "of best, IQM": iqm(found.of_best),
             "J": middle(found.objective_actor, "{:.2f}"),
