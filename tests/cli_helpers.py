@@ -81,7 +81,8 @@ def call(script: Script, folder: Path, *args: object, encoding: str = "utf-8"):
     folder.mkdir(exist_ok=True)
     user_envs.LOG.clear()
     redirected = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
-    program = script.module.PROGRAM[:]
+    program = getattr(script.module, "PROGRAM", [])  # plot.py has none
+    called = program[:]
     with this_process_as_it_was(), redirected[0], redirected[1], register:
         os.chdir(folder)
         sys.argv = [script.file, *map(str, args)]
@@ -95,7 +96,7 @@ def call(script: Script, folder: Path, *args: object, encoding: str = "utf-8"):
             status = 1
         for function in at_exit:
             function()
-    script.module.PROGRAM[:] = program
+    program[:] = called
     printed, complained = (stream.buffer.getvalue().decode(encoding) for stream in (out, err))
     return SimpleNamespace(status=status, out=printed, err=complained)
 

@@ -246,9 +246,11 @@ def test_fill_changes_nothing_but_the_tables():
 def test_figures(tmp_path):
     """Figures are drawn in two themes, and the committed files are those."""
     figures.draw(tmp_path)
+    language_report.draw(language_report.load_runs(), tmp_path)
     made = {path.name for path in tmp_path.iterdir()}
     assert made == {path.name for path in (ROOT / "benchmarks/figures").iterdir()}
     names = {*experiments.STUDIES, "classic", "mujoco", "atari", "objective", "gae"}
+    names |= {"language", "language-comparison", "language-sensitivity"}
     assert made == {f"{name}-{theme}.png" for name in names for theme in ("light", "dark")}
 
 
