@@ -110,20 +110,14 @@ class Algorithm:
     learning_rate: float = 1e-3  # Adam's step size, decayed linearly to 0; for real models, 1e-6 to 1e-5
     kl_coef: float = 0.1  # β: weight of the KL divergence from the reference; 0 needs no reference
     kl_target: float | None = None  # adapt β to keep this divergence, in nats per response
-    kl_in: Literal["reward", "loss", "loss-weighted"] = (
-        "reward"  # k1 in the reward; or k3 in the loss, as published
-    )
+    kl_in: Literal["reward", "loss", "loss-weighted"] = "reward"  # k1 in the reward, or k3 in the loss
     scale_rewards: Literal["none", "group", "batch"] = "group"  # whose standard deviation divides advantages
-    loss_aggregation: Literal["sequence-mean", "token-mean", "constant"] = (
-        "constant"  # published: sequence-mean
-    )
-    importance_sampling: Literal["token", "sequence"] = (
-        "token"  # ratio per token; or per sequence, as in [GSPO]
-    )
-    clip_coef: float = 0.2  # ε: lowest ratio of new to old probability is 1 - ε
-    clip_coef_high: float = 0.2  # ε_high: highest ratio is 1 + ε_high; [DAPO] has 0.28
+    loss_aggregation: Literal["sequence-mean", "token-mean", "constant"] = "constant"  # weights of tokens
+    importance_sampling: Literal["token", "sequence"] = "token"  # ratio per token, or response ([GSPO])
+    clip_coef: float = 0.2  # ε: lower limit of the ratio of new to old probability is 1 - ε
+    clip_coef_high: float = 0.2  # ε_high: upper limit is 1 + ε_high; [DAPO] has 0.28
     mask_truncated: bool = False  # learn nothing from responses without a stop token ([DAPO], §3.4)
-    resampling_tries: int = 0  # how often groups of equal scores are sampled anew ([DAPO], §3.2)
+    resampling_tries: int = 0  # times that groups of equal scores are sampled anew ([DAPO], §3.2)
     max_grad_norm: float = 1.0  # clip the gradient to this norm
 
 

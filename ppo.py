@@ -813,6 +813,7 @@ def print_progress(args: Args, state: State, kl: float, speed: float, messages: 
 
 PROGRAM = ["python", __file__]  # what the printed commands call; see `main`
 FORMAT = "ppo-discrete-2"
+# TensorBoard's page of hyperparameters has these, and all that differ from the defaults.
 HPARAMS = "env_id", "seed", "learning_rate", "num_envs", "num_steps", "update_epochs", "gamma", "gae_lambda"
 SAVED = ["exp_name", "seed", *(setting.name for setting in (*fields(Environment), *fields(Algorithm)))]
 

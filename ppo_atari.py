@@ -730,7 +730,9 @@ class Run(AbstractContextManager):
 
     def __enter__(self) -> Run:
         if (processes := os.environ.get("LOCAL_WORLD_SIZE", "1")) != "1":
-            self.resume = self.resume.replace("python", f"torchrun --nproc-per-node {processes}", 1)
+            self.resume = self.resume.replace(
+                " ".join(PROGRAM[:-1]), f"torchrun --nproc-per-node {processes}", 1
+            )
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -816,6 +818,7 @@ def print_progress(args: Args, state: State, kl: float, speed: float, messages: 
 
 PROGRAM = ["python", __file__]  # what the printed commands call; see `main`
 FORMAT = "ppo-atari-2"
+# TensorBoard's page of hyperparameters has these, and all that differ from the defaults.
 HPARAMS = "env_id", "seed", "learning_rate", "num_envs", "num_steps", "update_epochs", "gamma", "gae_lambda"
 SAVED = ["exp_name", "seed", *(setting.name for setting in (*fields(Environment), *fields(Algorithm)))]
 
@@ -963,6 +966,7 @@ def main() -> None:
     """The command line. Exit status: 0 done, 1 failed, 2 refused, 128 + n stopped by signal n."""
     for stream in (sys.stdout, sys.stderr):  # where a terminal has no γ, print something else
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    PROGRAM[:] = [*(["uv", "run"] if "UV" in os.environ else ["python"]), sys.argv[0]]  # uv sets UV
     stop: list[int] = []
     rank, _ = world()
 

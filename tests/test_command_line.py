@@ -239,6 +239,18 @@ def test_commands_call_what_was_called(uv, tmp_path, monkeypatch, capsys):
     assert f"resume     python {PPO.module.__file__} --resume" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["ppo", "ppo_continuous", "ppo_atari", "ppo_rlhf", "grpo"])
+def test_commands_call_a_copy_or_a_program_around_it(name, monkeypatch, capsys):
+    """The commands that `main` prints call what was started: a copy, or a program that changes the script."""
+    module = importlib.import_module(name)
+    monkeypatch.setattr(module, "PROGRAM", ["python", module.__file__])
+    monkeypatch.setattr(sys, "argv", ["mine.py", "--help"])
+    monkeypatch.delenv("UV", raising=False)
+    with pytest.raises(SystemExit):
+        module.main()
+    assert module.PROGRAM == ["python", "mine.py"]
+
+
 def test_lines_in_a_file(tmp_path):
     """Where the output is no terminal: a line every --log-seconds, after the first with the time left."""
     done = run(PPO, tmp_path, total_timesteps=700, log_seconds=0.25, env_kwargs="sleep=0.002")

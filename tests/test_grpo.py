@@ -940,10 +940,8 @@ def test_advice(name, iterations, changes):
 
 
 def test_length_advice_names_no_present_value():
-    state, long = (
-        grpo.State(1e-4, 0.1, first=FIRST),
-        HEALTHY | {"completions/mean_length": 14.0, "reward": 0.55},
-    )
+    state = grpo.State(1e-4, 0.1, first=FIRST)
+    long = HEALTHY | {"completions/mean_length": 14.0, "reward": 0.55}
     told = [grpo.diagnose(long, grpo.Args(loss_aggregation="constant"), state) for _ in range(10)]
     assert told == [[]] * 10
 
