@@ -211,12 +211,60 @@ FULL_LENGTH = {  # runs of some entries at the length and with the seeds of the 
     "mujoco-but-no-floor": each([("InvertedDoublePendulum-v5", 1_000_000)], 5),
 }
 SCREENING = each(LOCOMOTION, 2, first=11)  # other seeds than those of the table of returns
+CHOICE_TASKS = "HalfCheetah", "Hopper", "Walker2d", "Ant", "InvertedDoublePendulum", "Humanoid"
+# The settings that the RL Zoo has tuned for version 4; Ant's are Stable-Baselines3's defaults, normalised.
+WIDE = {"net_arch": {"pi": [256, 256], "vf": [256, 256]}, "activation_fn": "ReLU", "log_std_init": -2}
+TUNED = {"normalize": True, "n_envs": 1, "n_steps": 512, "policy_kwargs": WIDE | {"ortho_init": False}}
+RL_ZOO_MUJOCO: dict[str, dict[str, Any]] = {
+    "HalfCheetah-v5": TUNED | {
+        "batch_size": 64, "gamma": 0.98, "learning_rate": 2.0633e-05, "ent_coef": 0.000401762,
+        "clip_range": 0.1, "n_epochs": 20, "gae_lambda": 0.92, "max_grad_norm": 0.8, "vf_coef": 0.58096,
+    },
+    "Hopper-v5": TUNED | {
+        "batch_size": 32, "gamma": 0.999, "learning_rate": 9.80828e-05, "ent_coef": 0.00229519, "n_epochs": 5,
+        "gae_lambda": 0.99, "max_grad_norm": 0.7, "vf_coef": 0.835671,
+    },
+    "Walker2d-v5": TUNED | {
+        "batch_size": 32, "learning_rate": 5.05041e-05, "ent_coef": 0.000585045, "clip_range": 0.1,
+        "n_epochs": 20, "max_grad_norm": 1, "vf_coef": 0.871923,
+    },
+    "Ant-v5": {"normalize": True, "n_envs": 1},
+    "Swimmer-v5": {
+        "normalize": True, "n_envs": 4, "n_steps": 1024, "batch_size": 256, "gamma": 0.9999,
+        "learning_rate": 6e-4, "gae_lambda": 0.98,
+    },
+    "Humanoid-v5": TUNED | {
+        "batch_size": 256, "gamma": 0.95, "learning_rate": 3.56987e-05, "ent_coef": 0.00238306,
+        "clip_range": 0.3, "n_epochs": 5, "gae_lambda": 0.9, "max_grad_norm": 2, "vf_coef": 0.431892,
+    },
+}  # fmt: skip
+SB3_MUJOCO = each([(env_id, 1_000_000) for env_id in RL_ZOO_MUJOCO], 3)
+# The comparison from which the defaults are chosen, at full length and with five other seeds.
+CHOICE = each([(f"{env_id}-v5", 1_000_000) for env_id in CHOICE_TASKS], 5, first=21)
+CHOICES = {  # label and flags, by name of the experiment
+    "choice": ("the defaults", ""),
+    "choice-simple": (
+        "without four details",
+        "--no-stagger --min-log-std -20 --no-first-rollout --adam-beta2 0.999",
+    ),
+    "choice-simple-norm": (
+        "without four details, advantages normalised",
+        "--no-stagger --min-log-std -20 --no-first-rollout --adam-beta2 0.999 --norm-adv --vf-coef 0.5",
+    ),
+}
 CONTINUOUS = [
     Experiment("mujoco", "the defaults", "ppo_continuous.py", each(MUJOCO, 5) + SCREENING, "--compile")
 ]
 CONTINUOUS += [
     Experiment(name, label, "ppo_continuous.py", SCREENING + FULL_LENGTH.get(name, []), f"--compile {flags}")
     for name, (label, flags) in ABLATION.items()
+]
+CONTINUOUS += [
+    Experiment(name, label, "ppo_continuous.py", CHOICE, f"--compile {flags}")
+    for name, (label, flags) in CHOICES.items()
+]
+CONTINUOUS += [
+    Experiment("sb3-rl-zoo-mujoco", "Stable-Baselines3", "sb3", SB3_MUJOCO, settings=RL_ZOO_MUJOCO)
 ]
 
 # ------------------------------------------------- Atari ---------------------------------------------------

@@ -136,6 +136,7 @@ def train_sb3(env_id: str, steps: int, seed: int, settings: dict[str, Any]) -> t
     The settings are those of its `PPO`, and "n_envs", "normalize" (observations and rewards) and "scheduled":
     the steps in which a setting that is "linear x" decays from x to 0.
     """
+    import torch
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.vec_env import VecNormalize
@@ -149,6 +150,9 @@ def train_sb3(env_id: str, steps: int, seed: int, settings: dict[str, Any]) -> t
         if str(value).startswith("linear"):
             first = float(value.split()[1])
             settings[name] = lambda remaining, first=first: first * remaining
+    if "policy_kwargs" in settings:
+        network = settings["policy_kwargs"]
+        settings["policy_kwargs"] = network | {"activation_fn": getattr(torch.nn, network["activation_fn"])}
     pixels = "NoFrameskip" in env_id
     policy, device = ("CnnPolicy", "auto") if pixels else ("MlpPolicy", "cpu")
     model = PPO(policy, envs, seed=seed, device=device, **settings)
