@@ -263,6 +263,20 @@ CONTINUOUS += [
     Experiment(name, label, "ppo_continuous.py", CHOICE, f"--compile {flags}")
     for name, (label, flags) in CHOICES.items()
 ]
+SIMPLE = CHOICES["choice-simple"][1]
+NO_FORCES = "--env-kwargs include_cfrc_ext_in_observation=False"
+for name, flags in (
+    ("x-ant-forces", ""),
+    ("x-ant", NO_FORCES),
+    ("x-ant-std-0.5", f"{NO_FORCES} --init-log-std -0.7"),
+    ("x-ant-std-0.37", f"{NO_FORCES} --init-log-std -1"),
+    ("x-ant-norm", f"{NO_FORCES} --norm-adv --vf-coef 0.5"),
+):
+    plan = each([("Ant-v5", 1_000_000)], 5, first=21)
+    CONTINUOUS.append(Experiment(name, name, "ppo_continuous.py", plan, f"--compile {SIMPLE} {flags}"))
+plan = each([("Swimmer-v5", 1_000_000)], 5, first=21)
+flags = f"--compile {SIMPLE} --gamma 0.9999"
+CONTINUOUS.append(Experiment("x-swimmer", "γ = 0.9999", "ppo_continuous.py", plan, flags))
 CONTINUOUS += [
     Experiment("sb3-rl-zoo-mujoco", "Stable-Baselines3", "sb3", SB3_MUJOCO, settings=RL_ZOO_MUJOCO)
 ]
