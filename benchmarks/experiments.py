@@ -251,6 +251,10 @@ CHOICES = {  # label and flags, by name of the experiment
         "without four details, advantages normalised",
         "--no-stagger --min-log-std -20 --no-first-rollout --adam-beta2 0.999 --norm-adv --vf-coef 0.5",
     ),
+    "choice-no-stagger": ("time limits in unison", "--no-stagger"),
+    "choice-no-first": ("no first rollout for the normalisers", "--no-first-rollout"),
+    "choice-beta2": ("Adam's β2 0.999", "--adam-beta2 0.999"),
+    "choice-no-floor": ("log std without a limit", "--min-log-std -20"),
 }
 CONTINUOUS = [
     Experiment("mujoco", "the defaults", "ppo_continuous.py", each(MUJOCO, 5) + SCREENING, "--compile")
