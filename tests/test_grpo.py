@@ -4,7 +4,6 @@ import copy
 import itertools
 import json
 import math
-import multiprocessing
 import random
 import subprocess
 import sys
@@ -351,7 +350,7 @@ def folder(tmp_path_factory):
         tokenizer.save_pretrained(folder / name)
     lines = [json.dumps({"prompt": "a" * n}) + "\n" for n in range(1, 6)]
     (folder / "prompts.jsonl").write_text("".join(lines))
-    (folder / "rewards.py").write_text(REWARD)
+    (folder / "scorers.py").write_text(REWARD)
     return folder
 
 
@@ -502,37 +501,32 @@ def test_coefficients():
         assert (state.learning_rate, state.kl_coef) == pytest.approx((learning_rate, kl_coef))
 
 
-def update_in_a_process(rank, path, aggregation):
-    """Learn from a half of the batch, as one of two processes."""
+def all_updates(batch, rewards):
+    """Weights and metrics after an update, for each way to aggregate the loss; advantages of the rewards."""
+    args = grpo.Args(num_iterations=2, num_minibatches=1)
+    updates = [updated(batch, replace(args, loss_aggregation=aggregation)) for aggregation in AGGREGATIONS]
+    return updates, grpo.group_advantages(rewards, 4, "batch")
+
+
+def share_of_all_updates(rank, path):
+    """The same with a half of the batch, as one of two processes."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
-    half = grpo.Batch(*(column[8 * rank : 8 * rank + 8] for column in random_batch()))
-    args = grpo.Args(num_iterations=2, num_minibatches=1, loss_aggregation=aggregation)
-    weights, metrics = updated(half, args)
-    rewards = torch.arange(16.0).square()[8 * rank : 8 * rank + 8]
-    torch.save((weights, metrics, grpo.group_advantages(rewards, 4, "batch")), f"{path}/{rank}.pt")
+    half = slice(8 * rank, 8 * rank + 8)
+    batch = grpo.Batch(*(column[half] for column in random_batch()))
+    torch.save(all_updates(batch, torch.arange(16.0).square()[half]), f"{path}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_two_processes_learn_like_one(aggregation, tmp_path):
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=update_in_a_process, args=(rank, tmp_path, aggregation)) for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        assert process.exitcode == 0
-    args = grpo.Args(num_iterations=2, num_minibatches=1, loss_aggregation=aggregation)
-    weights, metrics = updated(random_batch(), args)
+def test_two_processes_learn_like_one(tmp_path):
+    torch.multiprocessing.spawn(share_of_all_updates, (tmp_path,), nprocs=2)
+    updates, advantages = all_updates(random_batch(), torch.arange(16.0).square())
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    for their_weights, their_metrics, _ in results:
-        torch.testing.assert_close(their_weights, weights)
-        assert their_metrics == pytest.approx(metrics, rel=1e-5)
-    advantages = grpo.group_advantages(torch.arange(16.0).square(), 4, "batch")
-    torch.testing.assert_close(torch.cat([result[2] for result in results]), advantages)
+    for their_updates, _ in results:
+        for (their_weights, their_metrics), (weights, metrics) in zip(their_updates, updates, strict=True):
+            torch.testing.assert_close(their_weights, weights)
+            assert their_metrics == pytest.approx(metrics, rel=1e-5)
+    torch.testing.assert_close(torch.cat([result[1] for result in results]), advantages)
 
 
 # ------------------------------------------------- Data ---------------------------------------------------
@@ -720,6 +714,7 @@ def small(monkeypatch, tmp_path):
     return {"reviews": grpo.Args(**settings), "sums": replace(grpo.SUMS, **settings)}
 
 
+@pytest.mark.slow
 def test_reviews_are_those_of_ppo_rlhf(small, monkeypatch):
     """The same seed gives the same supervised policy and the same reward model."""
     rlhf = pytest.importorskip("ppo_rlhf")
@@ -770,6 +765,7 @@ def weights(path):
     return torch.cat([x.flatten() for x in grpo.load_checkpoint(path)["weights"].values()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["reviews", "sums"])
 def test_resumed_run_is_identical(small, task, monkeypatch):
     monkeypatch.setattr(grpo, "verify", lambda prompts, responses: [len(text) % 3 for text in responses])
@@ -785,6 +781,7 @@ def test_resumed_run_is_identical(small, task, monkeypatch):
     assert grpo.load_checkpoint(whole)["state"] == grpo.load_checkpoint(resumed)["state"]
 
 
+@pytest.mark.slow
 def test_run_reports_its_result(small, capsys, monkeypatch):
     results = grpo.train(small["sums"])
     assert (
@@ -842,7 +839,7 @@ def test_model_from_a_folder(folder, tmp_path, monkeypatch, changes):
     monkeypatch.syspath_prepend(folder)
     metrics = []
     monkeypatch.setattr(grpo.Run, "log", lambda self, batch, m: metrics.append(m))
-    args = real_args(folder, reward_function=("rewards:vowels", "rewards:letters=-0.5"), **changes)
+    args = real_args(folder, reward_function=("scorers:vowels", "scorers:letters=-0.5"), **changes)
     path = Path(grpo.train(args)["checkpoint"])
     assert abs(metrics[0]["objective/kl"]) < (1e-2 if "bfloat16" in changes else 1e-5)
     assert metrics[0]["val/first_approxkl"] < 1e-12  # dropout is off
@@ -856,7 +853,7 @@ def test_model_from_a_folder(folder, tmp_path, monkeypatch, changes):
 
 def test_reward_functions_are_weighted(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    args = real_args(folder, reward_function=("rewards:vowels", "rewards:letters=-0.5"))
+    args = real_args(folder, reward_function=("scorers:vowels", "scorers:letters=-0.5"))
     models = grpo.load_models(args)
     assert models.reward_model is None
     batch, metrics = grpo.collect(models, args, grpo.State(1e-4, 0.1))
@@ -883,7 +880,7 @@ def test_two_processes_on_the_command_line(folder, tmp_path):
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         str(ROOT / "grpo.py"), "--model", str(folder / "llama"), "--prompts", str(folder / "prompts.jsonl"),
-        "--reward-function", "rewards:vowels", "rewards:letters=0.1", "--learning-rate", "1e-4",
+        "--reward-function", "scorers:vowels", "scorers:letters=0.1", "--learning-rate", "1e-4",
         "--total-episodes", "5120", "--batch-size", "256", "--kl-coef", "0.001",
     ]  # fmt: skip
     environment = {"PYTHONPATH": str(folder), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
@@ -1012,18 +1009,18 @@ def test_groups_are_not_split_between_processes(small, monkeypatch):
     ("function", "reason"),
     [
         ("missing:f", "cannot import --reward-function missing:f"),
-        ("rewards:missing", "cannot import --reward-function rewards:missing"),
-        ("rewards:vowels=much", "--reward-function rewards:vowels=much has no number after ="),
-        ("rewards:nan", "must return 8 finite numbers"),
-        ("rewards:too_few", "must return 8 finite numbers"),
-        ("rewards:raises", "no such thing"),
+        ("scorers:missing", "cannot import --reward-function scorers:missing"),
+        ("scorers:vowels=much", "--reward-function scorers:vowels=much has no number after ="),
+        ("scorers:nan", "must return 8 finite numbers"),
+        ("scorers:too_few", "must return 8 finite numbers"),
+        ("scorers:raises", "no such thing"),
     ],
 )
 def test_refused_functions(folder, tmp_path, monkeypatch, function, reason):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(folder)
     with pytest.raises(grpo.Refused, match=reason):
-        grpo.train(real_args(folder, reward_function=("rewards:vowels", function)))
+        grpo.train(real_args(folder, reward_function=("scorers:vowels", function)))
 
 
 def test_command_line_refuses_in_one_line(tmp_path):

@@ -356,6 +356,7 @@ def test_kl_target(kl, factor):
     assert state.kl_coef == pytest.approx(0.5 * factor)
 
 
+@pytest.mark.slow
 def test_functions_of_trl():
     """Those of TRL's PPO that are right; its whitening has the unbiased variance."""
     ppo_trainer = pytest.importorskip("trl.experimental.ppo.ppo_trainer")
@@ -603,6 +604,7 @@ class StopAfter(list):
         return self.left < 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("updates", [0, 2])
 def test_resumed_run_is_identical(small, updates):
     args = replace(small, reward_model_updates=updates)
