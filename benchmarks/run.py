@@ -133,8 +133,8 @@ def sb3_envs(env_id: str, num_envs: int, seed: int) -> Any:
 def train_sb3(env_id: str, steps: int, seed: int, settings: dict[str, Any]) -> tuple[Any, np.ndarray]:
     """Train with Stable-Baselines3: the model, and steps, return and time at each rollout's end [..., 3].
 
-    The settings are those of its `PPO`, and "n_envs", "normalize" (observations and rewards) and "scheduled":
-    the steps in which a setting that is "linear x" decays from x to 0.
+    The settings are those of its `PPO`, with the activation function by its name, and "n_envs", "normalize"
+    (observations and rewards) and "scheduled": the steps in which "linear x" decays from x to 0.
     """
     import torch
     from stable_baselines3 import PPO

@@ -114,7 +114,7 @@ def run_sb3(case: Case, env_id: str, num_envs: int, timesteps: int) -> dict[str,
     """Train with Stable-Baselines3. Its value loss lacks our ½, hence a coefficient of 0.25, not 0.5."""
     import torch
 
-    settings = {
+    settings: dict[str, Any] = {
         "n_envs": num_envs,
         "normalize": "--norm-obs" in case.flags,
         "n_steps": case.num_steps,
@@ -126,8 +126,7 @@ def run_sb3(case: Case, env_id: str, num_envs: int, timesteps: int) -> dict[str,
     }
     if case.script != "ppo_atari":
         torch.set_num_threads(1)
-        activation = torch.nn.ELU if case.script == "ppo_continuous" else torch.nn.Tanh
-        settings["policy_kwargs"] = {"activation_fn": activation}
+        settings["policy_kwargs"] = {"activation_fn": "ELU" if case.script == "ppo_continuous" else "Tanh"}
     _, logged = train_sb3(env_id, timesteps, 1, settings)
     steps, _, seconds = logged[-1] - logged[0]
     return {"sps": steps / seconds}
