@@ -251,6 +251,7 @@ CHOICES = {  # label and flags, by name of the experiment
         "without four details, advantages normalised",
         "--no-stagger --min-log-std -20 --no-first-rollout --adam-beta2 0.999 --norm-adv --vf-coef 0.5",
     ),
+    "choice-three": ("without three details", "--no-stagger --min-log-std -20 --no-first-rollout"),
     "choice-no-stagger": ("time limits in unison", "--no-stagger"),
     "choice-no-first": ("no first rollout for the normalisers", "--no-first-rollout"),
     "choice-beta2": ("Adam's β2 0.999", "--adam-beta2 0.999"),
