@@ -84,7 +84,9 @@ def returns(found: pd.DataFrame) -> Row:
 
 
 def published(env_id: str) -> str:
-    """The best return published for PPO, as far as we know."""
+    """The best return published for PPO, if there is one that we know of."""
+    if env_id not in experiments.PUBLISHED:
+        return ""
     mean, std, source = experiments.PUBLISHED[env_id]
     return f"{mean:.1f} {'' if std is None else f'± {std:.1f} '}{source}"
 
@@ -93,6 +95,7 @@ def classic_table(results: pd.DataFrame) -> Iterator[Row]:
     """Classic control: ours, the best published, and Stable-Baselines3 as run here."""
     rows = [("ppo", task) for task in experiments.CLASSIC]
     rows.insert(3, ("no-entropy-bonus", ("Acrobot-v1", 500_000)))
+    rows.append(("taxi", ("Taxi-v4", 500_000)))
     for name, task in rows:
         ours, theirs = select(results, name, task), select(results, "sb3-rl-zoo", task)
         env_id, steps = task
@@ -101,8 +104,8 @@ def classic_table(results: pd.DataFrame) -> Iterator[Row]:
             "steps": short(steps),
             **returns(ours),
             "best published": published(env_id),
-            "Stable-Baselines3 here, greedy": f"{spread(theirs.greedy)} ({len(theirs)} seeds)",
-            "P": improvement(ours.greedy.to_numpy(), theirs.greedy.to_numpy()),
+            "Stable-Baselines3 here, greedy": seeds_and_spread(theirs.greedy),
+            "P": improvement(ours.greedy.to_numpy(), theirs.greedy.to_numpy()) if len(theirs) else "",
         }
 
 
