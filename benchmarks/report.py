@@ -99,14 +99,18 @@ def classic_table(results: pd.DataFrame) -> Iterator[Row]:
     for name, task in rows:
         ours, theirs = select(results, name, task), select(results, "sb3-rl-zoo", task)
         env_id, steps = task
-        yield {
+        row = {
             "environment": env_id if name == "ppo" else f"{env_id}, {experiments.EXPERIMENTS[name].label}",
             "steps": short(steps),
             **returns(ours),
             "best published": published(env_id),
-            "Stable-Baselines3 here, greedy": seeds_and_spread(theirs.greedy),
-            "P": improvement(ours.greedy.to_numpy(), theirs.greedy.to_numpy()) if len(theirs) else "",
+            "Stable-Baselines3 here, greedy": "",
+            "P": "",
         }
+        if len(theirs):
+            row["Stable-Baselines3 here, greedy"] = f"{spread(theirs.greedy)} ({len(theirs)} seeds)"
+            row["P"] = improvement(ours.greedy.to_numpy(), theirs.greedy.to_numpy())
+        yield row
 
 
 def over_published(returns: np.ndarray, env_id: str) -> np.ndarray:
