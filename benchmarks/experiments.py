@@ -132,14 +132,14 @@ GRID = [("FrozenLake-v1", 100_000)]
 SHORT = [*ACROBOT, ("LunarLander-v3", 300_000)]
 DETAILS = [*SHORT, ("MountainCar-v0", 300_000)]
 DEATHS = [(f"time_limit_as_death:TimeLimitAsDeath/{env_id}", steps) for env_id, steps in DETAILS]
-TAXI_FLAGS = "--num-envs 32 --ent-coef 0.05 --anneal-ent-coef"
+TAXI_FLAGS = "--num-envs 32 --ent-coef 0.1 --anneal-ent-coef"
 A2C = "--update-epochs 1 --num-minibatches 1 --num-steps 8 --no-norm-adv"
 ADAPTIVE_PENALTY = "--surrogate kl-penalty --adapt kl-coef"
 
 DISCRETE = [
     Experiment("ppo", "the defaults", "ppo.py", each(CLASSIC, 10) + each(DETAILS, 3) + each(GRID, 10)),
     Experiment("no-entropy-bonus", "`--ent-coef 0`", "ppo.py", each(ACROBOT_LONG, 10), "--ent-coef 0"),
-    Experiment("taxi", f"`{TAXI_FLAGS}`", "ppo.py", each([("Taxi-v4", 500_000)], 5, first=101), TAXI_FLAGS),
+    Experiment("taxi", f"`{TAXI_FLAGS}`", "ppo.py", each([("Taxi-v4", 500_000)], 5, first=111), TAXI_FLAGS),
     Experiment("sb3-rl-zoo", "Stable-Baselines3", "sb3", each(CLASSIC, 3), settings=RL_ZOO),
     Experiment("a2c", "A2C", "ppo.py", each(GRID, 10), A2C),
     Experiment("penalty-fixed", "KL penalty, β = 1", "ppo.py", each(SHORT, 3), "--surrogate kl-penalty"),
