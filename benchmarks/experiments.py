@@ -243,6 +243,7 @@ RL_ZOO_MUJOCO: dict[str, dict[str, Any]] = {
 SB3_MUJOCO = each([(env_id, 1_000_000) for env_id in RL_ZOO_MUJOCO], 3)
 # The comparison from which the defaults are chosen, at full length and with five other seeds.
 CHOICE = each([(f"{env_id}-v5", 1_000_000) for env_id in CHOICE_TASKS], 5, first=21)
+CHOICE += each([("HalfCheetah-v5", 1_000_000)], 5, first=26)
 CHOICES = {  # label and flags, by name of the experiment
     "choice": ("the defaults", ""),
     "choice-simple": (
