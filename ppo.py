@@ -803,7 +803,7 @@ def print_progress(args: Args, state: State, kl: float, speed: float, messages: 
     """Print a line that fits 80 columns, and advice. On a terminal, the line is updated in place."""
     step, returns, live = state.global_step, state.recent_returns, sys.stdout.isatty()
     mean = f"return {np.mean(returns):.1f}" if returns else "no episode finished yet"
-    line = f"{step:>11,} steps {min(step / args.total_timesteps, 1):4.0%}  {mean}  KL {kl:.4f}"
+    line = f"{step:>11,} steps {min(step / args.total_timesteps, 1):4.0%}  {mean}  KL {max(kl, 0):.4f}"
     if speed > 0:
         left = max(int((args.total_timesteps - step) / speed), 0)
         line += f"  {speed:,.0f}/s  {left // 60}:{left % 60:02} left"

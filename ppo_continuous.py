@@ -109,8 +109,6 @@ class Algorithm:
     target_entropy: float | None = None  # adapt the entropy coefficient to keep the entropy here, in nats
     vf_coef: float = 0.25  # weight of the value loss
     max_grad_norm: float = 0.5  # clip the gradient to this global norm
-    first_rollout: bool = True  # a first rollout only sets the normalisers
-    adam_beta2: float = 0.99  # β2 of Adam
     norm_obs: bool = True  # normalise observations, except entries in [0, 1], by their running mean and std
     norm_rewards: bool = True  # divide rewards by the running std of the discounted return ([Matters], §3)
     init_log_std: float = -0.5  # initial log standard deviation, where 0 is half of an action's range
@@ -498,9 +496,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
         rollout = Rollout(args, agent)
     # With β2 = 0.99 instead of 0.999, Adam's step size adapts sooner when gradients suddenly grow, as when an
     # episode fails after many that did not (Dohare et al. 2023, "Overcoming Policy Collapse in Deep RL").
-    optimizer = Adam(
-        agent.parameters(), args.learning_rate, betas=(0.9, args.adam_beta2), eps=1e-5, fused=True
-    )
+    optimizer = Adam(agent.parameters(), args.learning_rate, betas=(0.9, 0.99), eps=1e-5, fused=True)
     state = State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
     if args.resume:
         restore(args, agent, optimizer, state)
@@ -516,9 +512,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
             collect_rollout(envs, agent, rollout)
             batch, estimate, data_metrics = make_batch(agent, rollout, args)
             state.global_step += len(batch.obs)
-            first = state.global_step == len(batch.obs)
-            if first and args.norm_obs and args.first_rollout:
-                continue  # learning never sees raw observations
+            if state.global_step == len(batch.obs) and args.norm_obs:
+                continue  # the first rollout only sets the normalisers: learning never sees raw observations
             state.metrics = data_metrics | update(agent, step, batch, estimate, args)
             run.log(rollout.episodes)
         run.save()
@@ -871,7 +866,7 @@ def print_progress(args: Args, state: State, kl: float, speed: float, messages: 
     """Print a line that fits 80 columns, and advice. On a terminal, the line is updated in place."""
     step, returns, live = state.global_step, state.recent_returns, sys.stdout.isatty()
     mean = f"return {np.mean(returns):.1f}" if returns else "no episode finished yet"
-    line = f"{step:>11,} steps {min(step / args.total_timesteps, 1):4.0%}  {mean}  KL {kl:.4f}"
+    line = f"{step:>11,} steps {min(step / args.total_timesteps, 1):4.0%}  {mean}  KL {max(kl, 0):.4f}"
     if speed > 0:
         left = max(int((args.total_timesteps - step) / speed), 0)
         line += f"  {speed:,.0f}/s  {left // 60}:{left % 60:02} left"

@@ -213,7 +213,6 @@ FULL_LENGTH = {  # runs of some entries at the length and with the seeds of the 
     "mujoco-but-no-floor": each([("InvertedDoublePendulum-v5", 1_000_000)], 5),
 }
 SCREENING = each(LOCOMOTION, 2, first=11)  # other seeds than those of the table of returns
-CHOICE_TASKS = "HalfCheetah", "Hopper", "Walker2d", "Ant", "InvertedDoublePendulum", "Humanoid"
 # The settings that the RL Zoo has tuned for version 4; Ant's are Stable-Baselines3's defaults, normalised.
 WIDE = {"net_arch": {"pi": [256, 256], "vf": [256, 256]}, "activation_fn": "ReLU", "log_std_init": -2}
 TUNED = {"normalize": True, "n_envs": 1, "n_steps": 512, "policy_kwargs": WIDE | {"ortho_init": False}}
@@ -241,25 +240,6 @@ RL_ZOO_MUJOCO: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SB3_MUJOCO = each([(env_id, 1_000_000) for env_id in RL_ZOO_MUJOCO], 3)
-# The comparison from which the defaults are chosen, at full length and with five other seeds.
-CHOICE = each([(f"{env_id}-v5", 1_000_000) for env_id in CHOICE_TASKS], 5, first=21)
-CHOICE += each([("HalfCheetah-v5", 1_000_000)], 5, first=26)
-CHOICES = {  # label and flags, by name of the experiment
-    "choice": ("the defaults", ""),
-    "choice-simple": (
-        "without four details",
-        "--no-stagger --min-log-std -20 --no-first-rollout --adam-beta2 0.999",
-    ),
-    "choice-simple-norm": (
-        "without four details, advantages normalised",
-        "--no-stagger --min-log-std -20 --no-first-rollout --adam-beta2 0.999 --norm-adv --vf-coef 0.5",
-    ),
-    "choice-three": ("without three details", "--no-stagger --min-log-std -20 --no-first-rollout"),
-    "choice-no-stagger": ("time limits in unison", "--no-stagger"),
-    "choice-no-first": ("no first rollout for the normalisers", "--no-first-rollout"),
-    "choice-beta2": ("Adam's β2 0.999", "--adam-beta2 0.999"),
-    "choice-no-floor": ("log std without a limit", "--min-log-std -20"),
-}
 CONTINUOUS = [
     Experiment("mujoco", "the defaults", "ppo_continuous.py", each(MUJOCO, 5) + SCREENING, "--compile")
 ]
@@ -267,24 +247,6 @@ CONTINUOUS += [
     Experiment(name, label, "ppo_continuous.py", SCREENING + FULL_LENGTH.get(name, []), f"--compile {flags}")
     for name, (label, flags) in ABLATION.items()
 ]
-CONTINUOUS += [
-    Experiment(name, label, "ppo_continuous.py", CHOICE, f"--compile {flags}")
-    for name, (label, flags) in CHOICES.items()
-]
-SIMPLE = CHOICES["choice-simple"][1]
-NO_FORCES = "--env-kwargs include_cfrc_ext_in_observation=False"
-for name, flags in (
-    ("x-ant-forces", ""),
-    ("x-ant", NO_FORCES),
-    ("x-ant-std-0.5", f"{NO_FORCES} --init-log-std -0.7"),
-    ("x-ant-std-0.37", f"{NO_FORCES} --init-log-std -1"),
-    ("x-ant-norm", f"{NO_FORCES} --norm-adv --vf-coef 0.5"),
-):
-    plan = each([("Ant-v5", 1_000_000)], 5, first=21)
-    CONTINUOUS.append(Experiment(name, name, "ppo_continuous.py", plan, f"--compile {SIMPLE} {flags}"))
-plan = each([("Swimmer-v5", 1_000_000)], 5, first=21)
-flags = f"--compile {SIMPLE} --gamma 0.9999"
-CONTINUOUS.append(Experiment("x-swimmer", "γ = 0.9999", "ppo_continuous.py", plan, flags))
 CONTINUOUS += [
     Experiment("sb3-rl-zoo-mujoco", "Stable-Baselines3", "sb3", SB3_MUJOCO, settings=RL_ZOO_MUJOCO)
 ]

@@ -114,6 +114,8 @@ def test_each_program_runs(program, user, monkeypatch):
     program = re.sub(r"total_timesteps=[\d_]+", "total_timesteps=1000", program)
     (user / "program.py").write_text(program.replace("n_trials=10", "n_trials=2"), encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["program.py", *arguments.get(name, [])])
+    for module in SCRIPTS.values():  # `main` changes it
+        monkeypatch.setattr(module, "PROGRAM", list(module.PROGRAM))
     with cli_helpers.this_process_as_it_was():
         runpy.run_path(str(user / "program.py"), run_name="__main__")
     if name == "export.py":
