@@ -2,7 +2,7 @@
 
     python benchmarks/throughput.py --env-id CartPole-v1 --num-envs 4
     python benchmarks/throughput.py --env-id CartPole-v1 --script-dir DIR    # and another copy of ppo.py
-    python benchmarks/throughput.py --store     # all, for the tables: about 35 minutes on an idle machine
+    python benchmarks/throughput.py --store     # all, for the tables: about 15 minutes on an idle machine
 
 Each run is a process of its own, with one thread (Atari: all cores). The speed is that of the training
 loop after the first iteration, so the start, compiling and the evaluation do not count. Ours log to
