@@ -135,6 +135,7 @@ def test_the_protocol_is_gymnasiums(game, fire, steps):
     assert games >= 1 or game == "Freeway"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("game", "most", "fire"), [("Breakout", 28, 1), ("Freeway", 29, 0)])
 def test_how_games_begin(game, most, fire):
     """A frame of FIRE where there is that button, then 0 to 28 frames without action, else 0 to 29."""

@@ -114,6 +114,7 @@ def test_two_resumes_are_identical(script, tmp_path):
     assert steps[-1] == steps_done(first)
 
 
+@pytest.mark.slow
 @each_script
 def test_every_part_of_a_checkpoint_counts(script, tmp_path):
     """Where random state, optimizer or a normaliser differs, so does what follows."""
