@@ -132,13 +132,22 @@ GRID = [("FrozenLake-v1", 100_000)]
 SHORT = [*ACROBOT, ("LunarLander-v3", 300_000)]
 DETAILS = [*SHORT, ("MountainCar-v0", 300_000)]
 DEATHS = [(f"time_limit_as_death:TimeLimitAsDeath/{env_id}", steps) for env_id, steps in DETAILS]
+LONG_EVALUATION = "--eval-episodes 100"
 TAXI_FLAGS = "--num-envs 32 --ent-coef 0.1 --anneal-ent-coef"
 A2C = "--update-epochs 1 --num-minibatches 1 --num-steps 8 --no-norm-adv"
 ADAPTIVE_PENALTY = "--surrogate kl-penalty --adapt kl-coef"
 
 DISCRETE = [
     Experiment("ppo", "the defaults", "ppo.py", each(CLASSIC, 10) + each(DETAILS, 3) + each(GRID, 10)),
+    Experiment("classic", "the defaults", "ppo.py", each(CLASSIC, 10, first=101), LONG_EVALUATION),
     Experiment("no-entropy-bonus", "`--ent-coef 0`", "ppo.py", each(ACROBOT_LONG, 10), "--ent-coef 0"),
+    Experiment(
+        "classic-acrobot",
+        "`--ent-coef 0`",
+        "ppo.py",
+        each(ACROBOT_LONG, 10, first=101),
+        f"--ent-coef 0 {LONG_EVALUATION}",
+    ),
     Experiment("taxi", f"`{TAXI_FLAGS}`", "ppo.py", each([("Taxi-v4", 500_000)], 5, first=111), TAXI_FLAGS),
     Experiment("sb3-rl-zoo", "Stable-Baselines3", "sb3", each(CLASSIC, 3), settings=RL_ZOO),
     Experiment("a2c", "A2C", "ppo.py", each(GRID, 10), A2C),
@@ -240,8 +249,23 @@ RL_ZOO_MUJOCO: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SB3_MUJOCO = each([(env_id, 1_000_000) for env_id in RL_ZOO_MUJOCO], 3)
+OWN_FLAGS = {  # of two tasks, besides the defaults; by name of the experiment
+    "continuous-ant": ("Ant-v5", "--env-kwargs include_cfrc_ext_in_observation=False"),
+    "continuous-swimmer": ("Swimmer-v5", "--gamma 0.9999"),
+}
 CONTINUOUS = [
-    Experiment("mujoco", "the defaults", "ppo_continuous.py", each(MUJOCO, 5) + SCREENING, "--compile")
+    Experiment("continuous", "the defaults", "ppo_continuous.py", each(MUJOCO, 5, first=101), "--compile"),
+    Experiment("mujoco", "the defaults", "ppo_continuous.py", each(MUJOCO, 5) + SCREENING, "--compile"),
+]
+CONTINUOUS += [
+    Experiment(
+        name,
+        f"`{flags}`",
+        "ppo_continuous.py",
+        each([(env_id, 1_000_000)], 5, first=101),
+        f"--compile {flags}",
+    )
+    for name, (env_id, flags) in OWN_FLAGS.items()
 ]
 CONTINUOUS += [
     Experiment(name, label, "ppo_continuous.py", SCREENING + FULL_LENGTH.get(name, []), f"--compile {flags}")
