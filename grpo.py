@@ -68,6 +68,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
@@ -132,6 +133,11 @@ class Performance:
 @dataclass
 class Args(Performance, Algorithm, Task, Experiment):
     """All settings. The four groups are those of --help."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, np.generic):
+                setattr(self, name, value.item())  # a checkpoint cannot contain NumPy's numbers
 
 
 # Defaults for --task sums: right answers are all that counts, and nothing holds the actor to the reference.
@@ -231,8 +237,9 @@ class ScalarModel(nn.Module):
     def forward(self, batch: Responses | Batch) -> Tensor:
         """Outputs [B, L + 1]: before each token of the response, and after the last."""
         output = self.trunk(**model_inputs(batch.tokens, batch.attention))
-        hidden = output.last_hidden_state[:, -batch.mask.shape[1] - 1 :]
-        return at_least_float32(self.head(hidden)).squeeze(-1)
+        hidden = at_least_float32(output.last_hidden_state[:, -batch.mask.shape[1] - 1 :])
+        with torch.autocast(hidden.device.type, enabled=False):  # in bfloat16, 16 and 16.1 are the same
+            return self.head(hidden).squeeze(-1)
 
 
 class Models(nn.Module):
@@ -243,7 +250,9 @@ class Models(nn.Module):
         self.actor, self.reference, self.reward_model = actor, reference, reward_model
         self.reward_functions: list[tuple[Callable, float]] = []  # of texts, with their weights
         self.tokenizer: Any = None
+        self.stop_tokens: Any = None  # [K], each of which ends a response
         self.prompts: Any = None  # all prompts [N, P], and their masks [N, P]
+        self.prompt_texts: dict[tuple[int, ...], str] = {}  # as in the file, by their tokens
         self.held_out: Any = None  # of sums, those that are never trained on
         self.comparisons: list[tuple[Tensor, ...]] = []  # see `learn_from_comparisons`
 
@@ -268,15 +277,15 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def generate(
-    actor: nn.Module, prompts: Tensor, attention: Tensor, tokenizer: Any, args: Args
+    actor: nn.Module, prompts: Tensor, attention: Tensor, stop_tokens: Tensor, args: Args
 ) -> tuple[Responses, Tensor]:
     """Sample a response to each of the prompts [B, P], whose mask is `attention` [B, P].
 
-    Each ends with the stop token or after --max-response-length tokens. Also returns log π [B, L] as sampled.
+    Each ends with a stop token or after --max-response-length tokens. Also returns log π [B, L] as sampled.
     To use an inference server, replace this function. Raises `Diverged` where probabilities are not numbers.
     """
     (size, start), length = prompts.shape, args.max_response_length
-    tokens = F.pad(prompts, (0, length), value=tokenizer.pad_token_id)
+    tokens = F.pad(prompts, (0, length), value=int(stop_tokens[0]))
     attention = F.pad(attention, (0, length), value=False)
     log_probs = torch.zeros(size, length, device=tokens.device)
     active = torch.ones(size, dtype=torch.bool, device=tokens.device)
@@ -291,7 +300,7 @@ def generate(
         log_probs[:, t - start] = log_policy.gather(1, new).squeeze(1)
         tokens[active, t] = new[active, 0]
         attention[:, t] = active
-        active = active & (new[:, 0] != tokenizer.eos_token_id)
+        active = active & ~torch.isin(new[:, 0], stop_tokens)
         if not active.any():
             break
     return Responses(tokens, attention, attention[:, start:]), log_probs
@@ -315,21 +324,22 @@ def last_outputs(reward_model: nn.Module, batch: Responses) -> Tensor:
     return reward_model(batch).gather(1, batch.mask.sum(1, keepdim=True)).squeeze(1)
 
 
-def ends_with_stop(batch: Responses, stop_token: int) -> Tensor:
-    """Whether the responses end with the stop token [B], or were cut off."""
-    return (batch.tokens[:, -batch.mask.shape[1] :].eq(stop_token) & batch.mask).any(1)
+def ends_with_stop(batch: Responses, stop_tokens: Tensor) -> Tensor:
+    """Whether the responses end with a stop token [B], or were cut off."""
+    return (torch.isin(batch.tokens[:, -batch.mask.shape[1] :], stop_tokens) & batch.mask).any(1)
 
 
 def score(models: Models, batch: Responses, args: Args) -> Tensor:
     """Scores [B] by the reward model or the weighted reward functions, less the penalty for no stop token."""
     if models.reward_functions:
-        prompts, responses = texts(models.tokenizer, batch)
+        prompts, responses = texts(models.tokenizer, batch, models.prompt_texts)
         scores = torch.zeros(len(prompts), device=args.device)
-        for function, weight in models.reward_functions:
-            scores += weight * call_reward_function(function, prompts, responses).to(args.device)
+        with autocast(replace(args, bfloat16=False)):
+            for function, weight in models.reward_functions:
+                scores += weight * call_reward_function(function, prompts, responses).to(args.device)
     else:
         scores = last_outputs(models.reward_model, batch)
-    return scores - args.missing_eos_penalty * ~ends_with_stop(batch, models.tokenizer.eos_token_id)
+    return scores - args.missing_eos_penalty * ~ends_with_stop(batch, models.stop_tokens)
 
 
 # ------------------------------------------------- Equations ------------------------------------------------
@@ -497,7 +507,7 @@ def sample_groups(models: Models, args: Args, count: int) -> tuple[Responses, Te
     """G responses to each of `count` random prompts; also log π [B, L] as sampled, and scores [B]."""
     prompts, attention = draw_prompts(models, count)
     prompts, attention = (x.repeat_interleave(args.group_size, 0) for x in (prompts, attention))
-    responses, log_probs = generate(models.actor, prompts, attention, models.tokenizer, args)
+    responses, log_probs = generate(models.actor, prompts, attention, models.stop_tokens, args)
     scores = torch.cat([score(models, part, args) for part in split(responses, args.micro_batch_size)])
     return responses, log_probs, scores
 
@@ -562,7 +572,7 @@ def collect(models: Models, args: Args, state: State) -> tuple[Batch, dict[str, 
     objectives = scores - state.kl_coef * kl.sum(1)
     rewards = objectives if args.kl_in == "reward" else scores
     advantages = group_advantages(rewards, args.group_size, args.scale_rewards)
-    stops = ends_with_stop(responses, models.tokenizer.eos_token_id)
+    stops = ends_with_stop(responses, models.stop_tokens)
     learnt = mask & stops.unsqueeze(1) if args.mask_truncated else mask
     batch = Batch(responses.tokens, responses.attention, learnt, log_probs, ref_log_probs, advantages, scores)
 
@@ -769,13 +779,16 @@ def pad(rows: Sequence[list[int]], side: str, token: int, device: str) -> tuple[
     return pad_sequence(tokens, True, token, side), pad_sequence(masks, True, False, side)
 
 
-def texts(tokenizer: Any, batch: Responses | Batch) -> tuple[list[str], list[str]]:
-    """The texts of the prompts and of the responses."""
+def texts(
+    tokenizer: Any, batch: Responses | Batch, known: dict[tuple[int, ...], str] | None = None
+) -> tuple[list[str], list[str]]:
+    """The texts of the prompts and of the responses. Prompts that are `known` are not decoded."""
     start = batch.tokens.shape[1] - batch.mask.shape[1]
     prompts, responses = [], []
     for tokens, attention in zip(batch.tokens, batch.attention, strict=True):
         prompt, response = tokens[:start][attention[:start]], tokens[start:][attention[start:]]
-        prompts.append(tokenizer.decode(prompt.tolist(), skip_special_tokens=True))
+        text = known.get(tuple(prompt.tolist())) if known else None
+        prompts.append(text or tokenizer.decode(prompt.tolist(), skip_special_tokens=True))
         responses.append(tokenizer.decode(response.tolist(), skip_special_tokens=True))
     return prompts, responses
 
@@ -878,7 +891,7 @@ def verify(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
 def held_out_accuracy(models: Models, args: Args) -> float:
     """The share of right answers, one sampled for each sum that is never trained on."""
     prompts, attention = models.held_out
-    responses, _ = generate(models.actor, prompts, attention, models.tokenizer, args)
+    responses, _ = generate(models.actor, prompts, attention, models.stop_tokens, args)
     return mean(torch.tensor(verify(*texts(models.tokenizer, responses)))).item()
 
 
@@ -892,6 +905,7 @@ def make_sum_models(args: Args) -> Models:
     reference = copy.deepcopy(actor).requires_grad_(False) if args.kl_coef else None
     models = Models(actor, reference, None)
     models.tokenizer, models.prompts = tokenizer, prompts
+    models.stop_tokens = torch.tensor([tokenizer.eos_token_id])
     models.held_out = encode_prompts(tokenizer, held_out, actor.context, args)
     models.reward_functions = [(verify, 1.0)]
     return models
@@ -960,6 +974,7 @@ def make_review_models(args: Args) -> Models:
     reference = copy.deepcopy(actor).requires_grad_(False) if args.kl_coef else None
     models = Models(actor, reference, reward_model)
     models.tokenizer, models.prompts = tokenizer, prompts
+    models.stop_tokens = torch.tensor([tokenizer.eos_token_id])
     if not args.resume:
         learn_from_comparisons(models, args)
     return models
@@ -968,7 +983,7 @@ def make_review_models(args: Args) -> Models:
 def sample_pairs(models: Models, args: Args, count: int) -> tuple[Responses, Tensor]:
     """Two responses of the actor to each of `count` prompts, one after the other, and tastes [count, 2]."""
     prompts, attention = (x.repeat_interleave(2, 0) for x in draw_prompts(models, count))
-    responses, _ = generate(models.actor, prompts, attention, models.tokenizer, args)
+    responses, _ = generate(models.actor, prompts, attention, models.stop_tokens, args)
     return responses, tastes(models.tokenizer, responses).view(count, 2)
 
 
@@ -1106,11 +1121,17 @@ def load_pretrained(args: Args) -> Models:
     for token in ("eos_token", "pad_token"):
         missing = getattr(tokenizer, token) is None
         refuse(missing, f"the tokenizer of {name} has no {token}; set and save it")
-    prompts = encode_prompts(tokenizer, read_prompts(args), reference.config.max_position_embeddings, args)
+    unknown = tokenizer.pad_token_id >= reference.get_input_embeddings().num_embeddings
+    refuse(unknown, f"the model {name} does not know the pad_token of its tokenizer; use another token")
     actor = make_trainable(reference.requires_grad_(False), args, "CAUSAL_LM")
     reward_model = load_reward_model(args, tokenizer, dtype) if args.reward_model else None
+    context = min(longest_input(model) for model in (reference, reward_model) if model)
+    prompts = read_prompts(args)
     models = Models(actor, reference if args.kl_coef else None, reward_model)
-    models.tokenizer, models.prompts = tokenizer, prompts
+    models.tokenizer, models.stop_tokens = tokenizer, find_stop_tokens(tokenizer, reference, args)
+    models.prompts = encode_prompts(tokenizer, prompts, context, args)
+    for tokens, mask, text in zip(*models.prompts, prompts, strict=True):
+        models.prompt_texts[tuple(tokens[mask].tolist())] = text
     models.reward_functions = [import_weighted(text) for text in args.reward_function]
     return models
 
@@ -1126,7 +1147,20 @@ def load_reward_model(args: Args, tokenizer: Any, dtype: torch.dtype) -> ScalarM
     unfit = not same or model.config.num_labels != 1 or not hasattr(model, "score")
     reason = "needs the tokenizer of --model, and a single output named `score`"
     refuse(unfit, f"--reward-model {name} {reason}; or wrap it as --reward-function, which takes texts")
-    return ScalarModel(model.base_model, model.score).requires_grad_(False)
+    return ScalarModel(model.base_model, model.score.float()).requires_grad_(False)
+
+
+def longest_input(model: Any) -> float:
+    """How many tokens a model can read."""
+    config = (model.trunk if isinstance(model, ScalarModel) else model).config.get_text_config()
+    return getattr(config, "max_position_embeddings", math.inf)
+
+
+def find_stop_tokens(tokenizer: Any, model: Any, args: Args) -> Tensor:
+    """The tokens that end a response [K]: chat models have one for the end of a turn, too."""
+    found = model.generation_config.eos_token_id or []
+    found = [found] if isinstance(found, int) else found
+    return torch.tensor(list(dict.fromkeys([tokenizer.eos_token_id, *found])), device=args.device)
 
 
 def make_trainable(frozen: nn.Module, args: Args, task: str | None = None) -> Any:
@@ -1136,8 +1170,9 @@ def make_trainable(frozen: nn.Module, args: Args, task: str | None = None) -> An
     for module in network.modules():  # dropout would make the first ratio differ from 1
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
     if args.gradient_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
     if not args.lora_rank:
@@ -1164,9 +1199,14 @@ def read_prompts(args: Args) -> list[str]:
     return prompts
 
 
-def encode_prompts(tokenizer: Any, prompts: Sequence[str], context: int, args: Args) -> tuple[Tensor, Tensor]:
+def encode_prompts(
+    tokenizer: Any, prompts: Sequence[str], context: float, args: Args
+) -> tuple[Tensor, Tensor]:
     """Prompts as tokens [N, P], and their masks [N, P]. Refused if a response has no room in the context."""
     rows = [tokenizer.encode(prompt) for prompt in prompts]
+    if args.model:  # a chat template may have written the first token already
+        first = [tokenizer.bos_token_id]
+        rows = [row[1:] if row[:2] == 2 * first else row for row in rows]
     longest = max(map(len, rows)) + args.max_response_length
     refuse(longest > context, f"prompt and response have up to {longest} tokens; the model reads {context}")
     return pad(rows, "left", tokenizer.pad_token_id, args.device)
@@ -1304,7 +1344,8 @@ class Run(AbstractContextManager):
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error:  # Python prints it below the traceback.
-            error.add_note(f"failed after {self.state.episodes:,} responses; resume with: {self.resume}")
+            error.add_note(f"failed after {self.state.episodes:,} responses")
+            error.add_note(f"resume from {self.saved_episodes:,} responses with: {self.resume}")
 
     def log(self, batch: Batch, metrics: dict[str, float]) -> None:
         """Write an iteration's metrics to TensorBoard, print the progress, and save a checkpoint when due."""
@@ -1355,7 +1396,7 @@ class Run(AbstractContextManager):
         self.writer.flush()  # first, so that the curves have no gap where training resumes
         torch.save(content, self.path.with_suffix(".tmp"))
         self.path.with_suffix(".tmp").replace(self.path)
-        self.saved = time.monotonic()
+        self.saved, self.saved_episodes = time.monotonic(), self.state.episodes
 
     def finish(self, stopped: bool) -> dict[str, Any]:
         """Save the model, or measure how well it does the task, and say what can be done next."""
@@ -1434,6 +1475,7 @@ def restore(args: Args, models: Models, optimizer: Adam, state: State) -> None:
         models.load_state_dict(content["weights"], strict=False)
         optimizer.load_state_dict(content["optimizer"])
     models.comparisons = content["comparisons"]
+    torch.manual_seed(args.seed + content["state"]["episodes"])  # a GPU must not repeat its random numbers
     torch.set_rng_state(content["random"])
     for name, value in content["state"].items():
         setattr(state, name, value)
@@ -1501,6 +1543,10 @@ def parse_args(default: Args) -> Args:
     return parse_args(SUMS) if args.task == "sums" and default.task != "sums" else args
 
 
+# Windows has no SIGHUP.
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
 def main() -> None:
     """The command line. Exit status: 0 done, 1 failed, 2 refused, 128 + n stopped by signal n."""
     for stream in (sys.stdout, sys.stderr):  # where a terminal has no β, print something else
@@ -1521,8 +1567,10 @@ def main() -> None:
             lines = [f"advice     if {number:>2} times in a row: {text}" for _, number, _, text in ADVICE]
             say("\n".join([plan(args), *lines]))
         else:
-            for name in {"SIGINT", "SIGTERM", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP
-                signal.signal(getattr(signal, name), request_stop)
+            for number in SIGNALS:
+                ignored = signal.getsignal(number) == signal.SIG_IGN  # nohup ignores SIGHUP
+                if not ignored or number == signal.SIGINT:
+                    signal.signal(number, request_stop)
             train(args, stop)
     except (Refused, Diverged) as error:
         notes = getattr(error, "__notes__", [])

@@ -127,6 +127,11 @@ class Performance:
 class Args(Performance, Algorithm, Environment, Experiment):
     """All settings. The four groups are those of --help."""
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, np.generic):
+                setattr(self, name, value.item())  # a checkpoint cannot contain NumPy's numbers
+
 
 # ------------------------------------------------- Networks -------------------------------------------------
 
@@ -397,6 +402,10 @@ def adjust_coefficients(state: State, args: Args) -> None:
     scheduled_lr = args.learning_rate * (remaining if args.anneal_lr else 1)
     if args.adapt != "learning-rate":
         state.learning_rate = scheduled_lr
+    if args.adapt != "clip-coef":
+        state.clip_coef = args.clip_coef
+    if args.adapt != "kl-coef":
+        state.kl_coef = args.kl_coef
     if args.target_entropy is None:
         state.ent_coef = args.ent_coef * (remaining if args.anneal_ent_coef else 1)
     if not state.metrics:
@@ -740,7 +749,8 @@ class Run(AbstractContextManager):
         if sys.stdout.isatty():
             say("")
         if error:  # Python prints it below the traceback
-            error.add_note(f"failed after {self.state.global_step:,} steps; resume with: {self.resume}")
+            error.add_note(f"failed after {self.state.global_step:,} steps")
+            error.add_note(f"resume from {self.saved_step:,} steps with: {self.resume}")
 
     def log(self, episodes: list[tuple[float, int]]) -> None:
         """Write an iteration's metrics to TensorBoard, print the progress, and save a checkpoint when due."""
@@ -787,7 +797,7 @@ class Run(AbstractContextManager):
         self.writer.flush()  # first, so that the curves have no gap where training resumes
         torch.save(content, self.path.with_suffix(".tmp"))
         self.path.with_suffix(".tmp").replace(self.path)
-        self.saved = time.monotonic()
+        self.saved, self.saved_step = time.monotonic(), self.state.global_step
 
     def finish(self, stop: Sequence[int]) -> dict[str, Any]:
         """Evaluate, unless training was stopped, and say what can be done next. Returns the results."""
@@ -891,7 +901,7 @@ def evaluate(path: Path, args: Args) -> np.ndarray:
         obs, rewards, _, _, info = envs.step(actions)
         returns += running * rewards
         if args.capture_video and running[0]:
-            frames.append(screen.step(actions[:1])[0][0, -1])
+            frames.append(screen.step(actions[:1])[0][0, -1].copy())
         running &= ~info.get("_episode_statistics", np.zeros_like(running))
         if not running.any():
             break
@@ -962,6 +972,10 @@ def parse_args(default: Args) -> Args:
     return Args(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
 
 
+# Windows has no SIGHUP.
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
 def main() -> None:
     """The command line. Exit status: 0 done, 1 failed, 2 refused, 128 + n stopped by signal n."""
     for stream in (sys.stdout, sys.stderr):  # where a terminal has no γ, print something else
@@ -988,8 +1002,10 @@ def main() -> None:
         elif args.evaluate:
             evaluate(Path(args.evaluate), args)
         else:
-            for name in {"SIGINT", "SIGTERM", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP
-                signal.signal(getattr(signal, name), request_stop)
+            for number in SIGNALS:
+                ignored = signal.getsignal(number) == signal.SIG_IGN  # nohup ignores SIGHUP
+                if not ignored or number == signal.SIGINT:
+                    signal.signal(number, request_stop)
             train(args, stop)
     except (Refused, Diverged) as error:
         notes = getattr(error, "__notes__", [])

@@ -128,6 +128,11 @@ class Performance:
 class Args(Performance, Algorithm, Environment, Experiment):
     """All settings. The four groups are those of --help."""
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, np.generic):
+                setattr(self, name, value.item())  # a checkpoint cannot contain NumPy's numbers
+
 
 # ------------------------------------------------- Networks -------------------------------------------------
 
@@ -463,6 +468,10 @@ def adjust_coefficients(state: State, args: Args) -> None:
     scheduled_lr = args.learning_rate * (remaining if args.anneal_lr else 1)
     if args.adapt != "learning-rate":
         state.learning_rate = scheduled_lr
+    if args.adapt != "clip-coef":
+        state.clip_coef = args.clip_coef
+    if args.adapt != "kl-coef":
+        state.kl_coef = args.kl_coef
     if args.target_entropy is None:
         state.ent_coef = args.ent_coef * (remaining if args.anneal_ent_coef else 1)
     if not state.metrics:
@@ -584,6 +593,7 @@ def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: Stat
         """Nothing but the size of a batch can change; checking all else before each call takes 20% longer."""
         return [guard.guard_type == "SHAPE_ENV" for guard in guards]
 
+    graph.__code__ = graph.__code__.replace()  # a copy: Dynamo would reuse what it compiled for another run
     options: Any = {"cpp_wrapper": True, "guard_filter_fn": check_shapes_only}
     compiled = torch.compile(graph, dynamic=True, fullgraph=True, options=options)
 
@@ -600,9 +610,15 @@ def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: Stat
 
 def make_env(args: Args, **kwargs: Any) -> gym.Env:
     """One environment. To train on a class of your own, put `MyEnv()` in the place of `gym.make(...)`."""
-    bad_argument = refuse_errors("--env-kwargs does not fit", TypeError, about="unexpected keyword argument")
+    reason, about = "the environment cannot have this argument", "unexpected keyword argument"
+    bad_argument = refuse_errors(reason, TypeError, about=about)
     with refuse_errors(f"cannot make {args.env_id}", gym.error.Error, ModuleNotFoundError), bad_argument:
         return gym.make(args.env_id, **parse_kwargs(args.env_kwargs), **kwargs)
+
+
+def rendering(args: Args) -> dict[str, Any]:
+    """Arguments of an environment that is recorded, if --capture-video is set."""
+    return {"render_mode": "rgb_array"} if args.capture_video else {}
 
 
 def parse_kwargs(text: str) -> dict[str, Any]:
@@ -617,8 +633,9 @@ def parse_kwargs(text: str) -> dict[str, Any]:
 
 def make_flat_env(args: Args, index: int) -> gym.Env:
     """Environment number `index` of N, with flat observations."""
-    if "AsyncVectorEnv" in multiprocessing.current_process().name:  # Ctrl-C is for the main process
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if "AsyncVectorEnv" in multiprocessing.current_process().name:  # signals are for the main process
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
     env = make_env(args)
     space = env.observation_space
     size = gym.spaces.flatdim(space)
@@ -654,7 +671,7 @@ def make_envs(args: Args) -> VectorEnv:
     --async-envs, have one each. Raises `Refused` for an environment that this script cannot train on.
     """
     refuse(args.env_id.startswith("ALE/"), f"{args.env_id} is an Atari game: use ppo_atari.py")
-    env = make_env(args)
+    env = make_env(args, **rendering(args))
     env.close()
     obs, actions, spec = env.observation_space, env.action_space, env.unwrapped.spec
     image = len(obs.shape or ()) > 1 and obs.dtype == np.uint8
@@ -798,7 +815,8 @@ class Run(AbstractContextManager):
                 process.kill()
             self.envs.unwrapped.closed = True
             # Python prints it below the traceback.
-            error.add_note(f"failed after {self.state.global_step:,} steps; resume with: {self.resume}")
+            error.add_note(f"failed after {self.state.global_step:,} steps")
+            error.add_note(f"resume from {self.saved_step:,} steps with: {self.resume}")
 
     def log(self, episodes: list[tuple[float, int]]) -> None:
         """Write an iteration's metrics to TensorBoard, print the progress, and save a checkpoint when due."""
@@ -845,7 +863,7 @@ class Run(AbstractContextManager):
         self.writer.flush()  # first, so that the curves have no gap where training resumes
         torch.save(content, self.path.with_suffix(".tmp"))
         self.path.with_suffix(".tmp").replace(self.path)
-        self.saved = time.monotonic()
+        self.saved, self.saved_step = time.monotonic(), self.state.global_step
 
     def finish(self, stop: Sequence[int]) -> dict[str, Any]:
         """Evaluate, unless training was stopped, and say what can be done next. Returns the results."""
@@ -855,7 +873,8 @@ class Run(AbstractContextManager):
             returns = results["greedy_returns"] = evaluate(self.path, self.args)
             self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
             say(f"curves     tensorboard --logdir {self.path.parent.parent}")
-            say(f"watch      {self.resume.replace('--resume', '--evaluate')} --capture-video")
+            if "rgb_array" in self.envs.metadata.get("render_modes", ()):
+                say(f"watch      {self.resume.replace('--resume', '--evaluate')} --capture-video")
         more = "" if stop else f" --total-timesteps {2 * self.args.total_timesteps:.0f}"
         say(f"resume     {self.resume}{more}")
         self.writer.close()
@@ -926,7 +945,11 @@ def load_policy(path: str | Path, device: str = "cpu") -> Callable:
 
     @torch.inference_mode()
     def policy(obs: Any, sample: bool = False) -> Any:
-        single = space.contains(obs) if space.shape is None else np.shape(obs) == space.shape
+        part, part_obs = space, obs
+        while part.shape is None:  # a Dict or a Tuple: look at its first part
+            first = next(iter(part.spaces)) if isinstance(part, gym.spaces.Dict) else 0
+            part, part_obs = part[first], part_obs[first]
+        single = np.shape(part_obs) == part.shape
         batch = [obs] if single else gym.vector.utils.iterate(gym.vector.utils.batch_space(space), obs)
         flat = np.stack([np.asarray(gym.spaces.flatten(space, item)) for item in batch])
         noise = torch.randn(len(flat), agent.action_size).to(device) if sample else 0.0
@@ -938,7 +961,7 @@ def load_policy(path: str | Path, device: str = "cpu") -> Callable:
 
 def evaluate(path: Path, args: Args) -> np.ndarray:
     """Play --eval-episodes episodes with the most likely actions; print and return their returns."""
-    env = make_env(args, **({"render_mode": "rgb_array"} if args.capture_video else {}))
+    env = make_env(args, **rendering(args))
     policy = load_policy(path, args.device)
     if args.capture_video:
         env = gym.wrappers.RecordVideo(env, str(path.parent / "videos"), lambda episode: True)
@@ -1009,6 +1032,10 @@ def parse_args(default: Args) -> Args:
     return Args(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
 
 
+# Windows has no SIGHUP.
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
 def main() -> None:
     """The command line. Exit status: 0 done, 1 failed, 2 refused, 128 + n stopped by signal n."""
     for stream in (sys.stdout, sys.stderr):  # where a terminal has no γ, print something else
@@ -1032,8 +1059,10 @@ def main() -> None:
         elif args.evaluate:
             evaluate(Path(args.evaluate), args)
         else:
-            for name in {"SIGINT", "SIGTERM", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP
-                signal.signal(getattr(signal, name), request_stop)
+            for number in SIGNALS:
+                ignored = signal.getsignal(number) == signal.SIG_IGN  # nohup ignores SIGHUP
+                if not ignored or number == signal.SIGINT:
+                    signal.signal(number, request_stop)
             train(args, stop)
     except (Refused, Diverged) as error:
         for process in multiprocessing.active_children():  # of environments

@@ -56,6 +56,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
@@ -116,6 +117,11 @@ class Performance:
 @dataclass
 class Args(Performance, Algorithm, Task, Experiment):
     """All settings. The four groups are those of --help."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, np.generic):
+                setattr(self, name, value.item())  # a checkpoint cannot contain NumPy's numbers
 
 
 # ------------------------------------------------- Networks -------------------------------------------------
@@ -212,8 +218,9 @@ class ScalarModel(nn.Module):
     def forward(self, batch: Responses | Batch) -> Tensor:
         """Outputs [B, L + 1]: before each token of the response, and after the last."""
         output = self.trunk(**model_inputs(batch.tokens, batch.attention))
-        hidden = output.last_hidden_state[:, -batch.mask.shape[1] - 1 :]
-        return at_least_float32(self.head(hidden)).squeeze(-1)
+        hidden = at_least_float32(output.last_hidden_state[:, -batch.mask.shape[1] - 1 :])
+        with torch.autocast(hidden.device.type, enabled=False):  # in bfloat16, 16 and 16.1 are the same
+            return self.head(hidden).squeeze(-1)
 
 
 class Models(nn.Module):
@@ -224,7 +231,9 @@ class Models(nn.Module):
         self.actor, self.critic, self.reference, self.reward_model = actor, critic, reference, reward_model
         self.reward_function: Any = None  # of texts, instead of a reward model
         self.tokenizer: Any = None
+        self.stop_tokens: Any = None  # [K], each of which ends a response
         self.prompts: Any = None  # all prompts [N, P], and their masks [N, P]
+        self.prompt_texts: dict[tuple[int, ...], str] = {}  # as in the file, by their tokens
         self.comparisons: list[tuple[Tensor, ...]] = []  # see `learn_from_comparisons`
 
 
@@ -248,15 +257,15 @@ def model_inputs(
 
 @torch.no_grad()
 def generate(
-    actor: nn.Module, prompts: Tensor, attention: Tensor, tokenizer: Any, args: Args
+    actor: nn.Module, prompts: Tensor, attention: Tensor, stop_tokens: Tensor, args: Args
 ) -> tuple[Responses, Tensor]:
     """Sample a response to each of the prompts [B, P], whose mask is `attention` [B, P].
 
-    Each ends with the stop token or after --max-response-length tokens. Also returns log π [B, L] as sampled.
+    Each ends with a stop token or after --max-response-length tokens. Also returns log π [B, L] as sampled.
     To use an inference server, replace this function. Raises `Diverged` where probabilities are not numbers.
     """
     (size, start), length = prompts.shape, args.max_response_length
-    tokens = F.pad(prompts, (0, length), value=tokenizer.pad_token_id)
+    tokens = F.pad(prompts, (0, length), value=int(stop_tokens[0]))
     attention = F.pad(attention, (0, length), value=False)
     log_probs = torch.zeros(size, length, device=tokens.device)
     active = torch.ones(size, dtype=torch.bool, device=tokens.device)
@@ -271,7 +280,7 @@ def generate(
         log_probs[:, t - start] = log_policy.gather(1, new).squeeze(1)
         tokens[active, t] = new[active, 0]
         attention[:, t] = active
-        active = active & (new[:, 0] != tokenizer.eos_token_id)
+        active = active & ~torch.isin(new[:, 0], stop_tokens)
         if not active.any():
             break
     return Responses(tokens, attention, attention[:, start:]), log_probs
@@ -295,18 +304,20 @@ def last_outputs(reward_model: nn.Module, batch: Responses) -> Tensor:
     return reward_model(batch).gather(1, batch.mask.sum(1, keepdim=True)).squeeze(1)
 
 
-def ends_with_stop(batch: Responses, stop_token: int) -> Tensor:
-    """Whether the responses end with the stop token [B], or were cut off."""
-    return (batch.tokens[:, -batch.mask.shape[1] :].eq(stop_token) & batch.mask).any(1)
+def ends_with_stop(batch: Responses, stop_tokens: Tensor) -> Tensor:
+    """Whether the responses end with a stop token [B], or were cut off."""
+    return (torch.isin(batch.tokens[:, -batch.mask.shape[1] :], stop_tokens) & batch.mask).any(1)
 
 
 def score(models: Models, batch: Responses, args: Args) -> Tensor:
     """Scores [B] by the reward model or the reward function, less the penalty for a missing stop token."""
     if models.reward_function:
-        scores = call_reward_function(models.reward_function, *texts(models.tokenizer, batch)).to(args.device)
+        prompts, responses = texts(models.tokenizer, batch, models.prompt_texts)
+        with autocast(replace(args, bfloat16=False)):
+            scores = call_reward_function(models.reward_function, prompts, responses).to(args.device)
     else:
         scores = last_outputs(models.reward_model, batch)
-    return scores - args.missing_eos_penalty * ~ends_with_stop(batch, models.tokenizer.eos_token_id)
+    return scores - args.missing_eos_penalty * ~ends_with_stop(batch, models.stop_tokens)
 
 
 # ------------------------------------------------- Equations ------------------------------------------------
@@ -433,7 +444,7 @@ def collect(models: Models, args: Args, state: State) -> tuple[Batch, dict[str, 
     """Let the actor respond to B prompts, and estimate the advantages. Also returns metrics of the data."""
     models.eval()
     prompts, attention = draw_prompts(models, args.batch_size // world()[1])
-    responses, sampled_log_probs = generate(models.actor, prompts, attention, models.tokenizer, args)
+    responses, sampled_log_probs = generate(models.actor, prompts, attention, models.stop_tokens, args)
     parts = []
     for part in split(responses, args.micro_batch_size):
         # log π is computed anew, in the same way as in the update: at first, the ratio is 1.
@@ -453,7 +464,7 @@ def collect(models: Models, args: Args, state: State) -> tuple[Batch, dict[str, 
 
     surprise = -(ref_log_probs * mask).sum(1) / mask.sum(1)  # in nats per token
     limit = state.first.get("objective/surprise_limit", surprise.quantile(0.99).item())
-    stops = ends_with_stop(responses, models.tokenizer.eos_token_id)
+    stops = ends_with_stop(responses, models.stop_tokens)
     per_response = {
         "objective/kl": kl.sum(1),
         "objective/entropy": -(log_probs * mask).sum(1),
@@ -666,13 +677,16 @@ def pad(rows: Sequence[list[int]], side: str, token: int, device: str) -> tuple[
     return pad_sequence(tokens, True, token, side), pad_sequence(masks, True, False, side)
 
 
-def texts(tokenizer: Any, batch: Responses | Batch) -> tuple[list[str], list[str]]:
-    """The texts of the prompts and of the responses."""
+def texts(
+    tokenizer: Any, batch: Responses | Batch, known: dict[tuple[int, ...], str] | None = None
+) -> tuple[list[str], list[str]]:
+    """The texts of the prompts and of the responses. Prompts that are `known` are not decoded."""
     start = batch.tokens.shape[1] - batch.mask.shape[1]
     prompts, responses = [], []
     for tokens, attention in zip(batch.tokens, batch.attention, strict=True):
         prompt, response = tokens[:start][attention[:start]], tokens[start:][attention[start:]]
-        prompts.append(tokenizer.decode(prompt.tolist(), skip_special_tokens=True))
+        text = known.get(tuple(prompt.tolist())) if known else None
+        prompts.append(text or tokenizer.decode(prompt.tolist(), skip_special_tokens=True))
         responses.append(tokenizer.decode(response.tolist(), skip_special_tokens=True))
     return prompts, responses
 
@@ -727,6 +741,7 @@ def make_models(args: Args) -> Models:
     reference = copy.deepcopy(actor).requires_grad_(False)
     models = Models(actor, reward_model, reference, reward_model)
     models.tokenizer, models.prompts = tokenizer, prompts
+    models.stop_tokens = torch.tensor([tokenizer.eos_token_id])
     if not args.resume:
         learn_from_comparisons(models, args)
     models.critic = copy.deepcopy(reward_model).requires_grad_(True)
@@ -780,7 +795,7 @@ def learn_to_write(
 def sample_pairs(models: Models, args: Args, count: int) -> tuple[Responses, Tensor]:
     """Two responses of the actor to each of `count` prompts, one after the other, and tastes [count, 2]."""
     prompts, attention = (x.repeat_interleave(2, 0) for x in draw_prompts(models, count))
-    responses, _ = generate(models.actor, prompts, attention, models.tokenizer, args)
+    responses, _ = generate(models.actor, prompts, attention, models.stop_tokens, args)
     return responses, tastes(models.tokenizer, responses).view(count, 2)
 
 
@@ -913,10 +928,13 @@ def load_pretrained(args: Args) -> Models:
     for token in ("eos_token", "pad_token"):
         missing = getattr(tokenizer, token) is None
         refuse(missing, f"the tokenizer of {name} has no {token}; set and save it")
-    prompts = encode_prompts(tokenizer, read_prompts(args), reference.config.max_position_embeddings, args)
+    unknown = tokenizer.pad_token_id >= reference.get_input_embeddings().num_embeddings
+    refuse(unknown, f"the model {name} does not know the pad_token of its tokenizer; use another token")
     actor = make_trainable(reference.requires_grad_(False), args, "CAUSAL_LM")
     reward_model = load_reward_model(args, tokenizer, dtype) if args.reward_model else None
-    head = zero_head(reference.config.hidden_size)
+    context = min(longest_input(model) for model in (reference, reward_model) if model)
+    prompts = read_prompts(args)
+    head = zero_head(reference.config.get_text_config().hidden_size)
     if args.share_critic:
         critic = ScalarModel(actor.base_model, head)
     elif reward_model:
@@ -925,7 +943,10 @@ def load_pretrained(args: Args) -> Models:
         critic = ScalarModel(make_trainable(reference.base_model, args), head)
     critic.head.float().requires_grad_(True)
     models = Models(actor, critic, reference, reward_model)
-    models.tokenizer, models.prompts = tokenizer, prompts
+    models.tokenizer, models.stop_tokens = tokenizer, find_stop_tokens(tokenizer, reference, args)
+    models.prompts = encode_prompts(tokenizer, prompts, context, args)
+    for tokens, mask, text in zip(*models.prompts, prompts, strict=True):
+        models.prompt_texts[tuple(tokens[mask].tolist())] = text
     if args.reward_function:
         models.reward_function = import_function(args.reward_function)
     return models
@@ -942,7 +963,20 @@ def load_reward_model(args: Args, tokenizer: Any, dtype: torch.dtype) -> ScalarM
     unfit = not same or model.config.num_labels != 1 or not hasattr(model, "score")
     reason = "needs the tokenizer of --model, and a single output named `score`"
     refuse(unfit, f"--reward-model {name} {reason}; or wrap it as --reward-function, which takes texts")
-    return ScalarModel(model.base_model, model.score).requires_grad_(False)
+    return ScalarModel(model.base_model, model.score.float()).requires_grad_(False)
+
+
+def longest_input(model: Any) -> float:
+    """How many tokens a model can read."""
+    config = (model.trunk if isinstance(model, ScalarModel) else model).config.get_text_config()
+    return getattr(config, "max_position_embeddings", math.inf)
+
+
+def find_stop_tokens(tokenizer: Any, model: Any, args: Args) -> Tensor:
+    """The tokens that end a response [K]: chat models have one for the end of a turn, too."""
+    found = model.generation_config.eos_token_id or []
+    found = [found] if isinstance(found, int) else found
+    return torch.tensor(list(dict.fromkeys([tokenizer.eos_token_id, *found])), device=args.device)
 
 
 def make_trainable(frozen: nn.Module, args: Args, task: str | None = None) -> Any:
@@ -952,8 +986,9 @@ def make_trainable(frozen: nn.Module, args: Args, task: str | None = None) -> An
     for module in network.modules():  # dropout would make the first ratio differ from 1
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
     if args.gradient_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
     if not args.lora_rank:
@@ -980,9 +1015,14 @@ def read_prompts(args: Args) -> list[str]:
     return prompts
 
 
-def encode_prompts(tokenizer: Any, prompts: Sequence[str], context: int, args: Args) -> tuple[Tensor, Tensor]:
+def encode_prompts(
+    tokenizer: Any, prompts: Sequence[str], context: float, args: Args
+) -> tuple[Tensor, Tensor]:
     """Prompts as tokens [N, P], and their masks [N, P]. Refused if a response has no room in the context."""
     rows = [tokenizer.encode(prompt) for prompt in prompts]
+    if args.model:  # a chat template may have written the first token already
+        first = [tokenizer.bos_token_id]
+        rows = [row[1:] if row[:2] == 2 * first else row for row in rows]
     longest = max(map(len, rows)) + args.max_response_length
     refuse(longest > context, f"prompt and response have up to {longest} tokens; the model reads {context}")
     return pad(rows, "left", tokenizer.pad_token_id, args.device)
@@ -1106,7 +1146,8 @@ class Run(AbstractContextManager):
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error:  # Python prints it below the traceback.
-            error.add_note(f"failed after {self.state.episodes:,} responses; resume with: {self.resume}")
+            error.add_note(f"failed after {self.state.episodes:,} responses")
+            error.add_note(f"resume from {self.saved_episodes:,} responses with: {self.resume}")
 
     def log(self, batch: Batch, metrics: dict[str, float]) -> None:
         """Write an iteration's metrics to TensorBoard, print the progress, and save a checkpoint when due."""
@@ -1152,7 +1193,7 @@ class Run(AbstractContextManager):
         self.writer.flush()  # first, so that the curves have no gap where training resumes
         torch.save(content, self.path.with_suffix(".tmp"))
         self.path.with_suffix(".tmp").replace(self.path)
-        self.saved = time.monotonic()
+        self.saved, self.saved_episodes = time.monotonic(), self.state.episodes
 
     def finish(self, stopped: bool) -> dict[str, Any]:
         """Save the model, or compare it with the optimum, and say what can be done next."""
@@ -1230,6 +1271,7 @@ def restore(args: Args, models: Models, optimizer: Adam, state: State) -> None:
         models.load_state_dict(content["weights"], strict=False)
         optimizer.load_state_dict(content["optimizer"])
     models.comparisons = content["comparisons"]
+    torch.manual_seed(args.seed + content["state"]["episodes"])  # a GPU must not repeat its random numbers
     torch.set_rng_state(content["random"])
     for name, value in content["state"].items():
         setattr(state, name, value)
@@ -1286,6 +1328,10 @@ def parse_args(default: Args) -> Args:
     return Args(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
 
 
+# Windows has no SIGHUP.
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
 def main() -> None:
     """The command line. Exit status: 0 done, 1 failed, 2 refused, 128 + n stopped by signal n."""
     for stream in (sys.stdout, sys.stderr):  # where a terminal has no β, print something else
@@ -1306,8 +1352,10 @@ def main() -> None:
             lines = [f"advice     if {number:>2} times in a row: {text}" for _, number, _, text in ADVICE]
             say("\n".join([plan(args), *lines]))
         else:
-            for name in {"SIGINT", "SIGTERM", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP
-                signal.signal(getattr(signal, name), request_stop)
+            for number in SIGNALS:
+                ignored = signal.getsignal(number) == signal.SIG_IGN  # nohup ignores SIGHUP
+                if not ignored or number == signal.SIGINT:
+                    signal.signal(number, request_stop)
             train(args, stop)
     except (Refused, Diverged) as error:
         notes = getattr(error, "__notes__", [])

@@ -74,13 +74,14 @@ def sums(script: Any) -> None:
         head = script.zero_head(actor.base_model.norm.normalized_shape[0])
         critic = script.ScalarModel(copy.deepcopy(actor.base_model), head)
         models = script.Models(actor, critic, copy.deepcopy(actor).requires_grad_(False), None)
-        models.tokenizer, models.prompts, models.held_out = made.tokenizer, made.prompts, made.held_out
+        models.tokenizer, models.stop_tokens = made.tokenizer, made.stop_tokens
+        models.prompts, models.held_out = made.prompts, made.held_out
         models.reward_function = grpo.verify
         return models
 
     @torch.no_grad()
     def accuracy(models: Any, args: Any) -> float:
-        responses, _ = script.generate(models.actor, *models.held_out, models.tokenizer, args)
+        responses, _ = script.generate(models.actor, *models.held_out, models.stop_tokens, args)
         return float(script.score(models, responses, args).mean())
 
     def collect_and_evaluate(models: Any, args: Any, state: Any) -> tuple[Any, dict[str, float]]:

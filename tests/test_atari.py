@@ -674,7 +674,7 @@ def test_a_killed_process_ends_the_run(tmp_path):
     os.kill(children(process)[1], signal.SIGKILL)
     assert process.wait(60) != 0
     path, text = checkpoint_in(tmp_path), log.read_text()
-    assert "resume with: torchrun --nproc-per-node 2" in text
+    assert "steps with: torchrun --nproc-per-node 2" in text
     steps = steps_done(path)
     assert steps > 0
     done = call(ATARI, tmp_path, "--resume", path, "--total-timesteps", steps + 32, *QUICK[-8:])

@@ -439,7 +439,7 @@ def test_advantages_are_those_of_trl(make_trainer, scale):
 def new_models(vocabulary=4):
     """An actor and a reference."""
     models = grpo.Models(random_gpt(1, vocabulary), random_gpt(2, vocabulary).requires_grad_(False), None)
-    models.tokenizer = Tokenizer()
+    models.tokenizer, models.stop_tokens = Tokenizer(), torch.tensor([STOP])
     return models
 
 
@@ -551,7 +551,8 @@ def models_with_prompts(vocabulary=6):
         torch.tensor([[STOP, STOP, 2], [4, 2, 3]]),
         torch.tensor([[False, False, True], [True] * 3]),
     )
-    models.tokenizer, models.reward_functions = Digits(), [(odd_tokens, 1.0)]
+    models.tokenizer, models.stop_tokens = Digits(), torch.tensor([STOP])
+    models.reward_functions = [(odd_tokens, 1.0)]
     return models
 
 

@@ -124,7 +124,7 @@ def test_optimum_satisfies_its_identity(everything):
     batch, actor, reference, _ = everything
     models = rlhf.Models(actor, random_critic(3), reference, random_critic(4))
     models.prompts = torch.tensor([[STOP, 2, 3]]), torch.tensor([[False, True, True]])
-    models.tokenizer = Tokenizer()
+    models.tokenizer, models.stop_tokens = Tokenizer(), torch.tensor([STOP])
     args = rlhf.Args(max_response_length=LENGTH, missing_eos_penalty=0.5)
     result = rlhf.compare_with_optimum(models, args, BETA)
     scores = rlhf.score(models, batch, args).double()
@@ -161,7 +161,7 @@ def test_score_is_on_the_last_token():
 
 def test_padding_is_no_stop_token():
     batch = to_responses([2, 3], [[0, 0], [0, STOP], [0, 0, 0]])
-    assert rlhf.ends_with_stop(batch, STOP).tolist() == [False, True, False]
+    assert rlhf.ends_with_stop(batch, torch.tensor([STOP])).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("whiten_rewards", [False, True])
@@ -169,7 +169,7 @@ def test_collect(whiten_rewards):
     """Log-probabilities, rewards, advantages and metrics, each computed again, response by response."""
     models = rlhf.Models(random_gpt(1), random_critic(3), random_gpt(2), random_critic(4))
     models.prompts = torch.tensor([[STOP, 2, 3], [0, 2, 2]]), torch.tensor([[False, True, True], [True] * 3])
-    models.tokenizer = Tokenizer()
+    models.tokenizer, models.stop_tokens = Tokenizer(), torch.tensor([STOP])
     args = rlhf.Args(model="any", batch_size=40, micro_batch_size=7, max_response_length=4, temperature=0.8)
     args = replace(args, missing_eos_penalty=0.7, gae_lambda=0.9, whiten_rewards=whiten_rewards)
     beta = 0.25
@@ -238,7 +238,7 @@ def test_collect(whiten_rewards):
 def test_surprise_is_measured_by_the_first_batch():
     models = rlhf.Models(random_gpt(1), random_critic(3), random_gpt(2), random_critic(4))
     models.prompts = torch.tensor([[2, 3]]), torch.tensor([[True, True]])
-    models.tokenizer = Tokenizer()
+    models.tokenizer, models.stop_tokens = Tokenizer(), torch.tensor([STOP])
     args = rlhf.Args(model="any", batch_size=16, max_response_length=4)
     for limit, share in ((0.0, 1.0), (1e9, 0.0)):
         state = rlhf.State(1e-3, 0.1, first={"objective/surprise_limit": limit})
@@ -377,7 +377,7 @@ def test_functions_of_trl():
     torch.testing.assert_close(entropies, utils.entropy_from_logits(logits))
     args = rlhf.Args(max_response_length=6)
     prompts = torch.tensor([[2, 3]]).repeat(50, 1)
-    responses, _ = rlhf.generate(actor, prompts, torch.ones_like(prompts) > 0, Tokenizer(), args)
+    responses, _ = rlhf.generate(actor, prompts, torch.ones_like(prompts) > 0, torch.tensor([STOP]), args)
     cut = ppo_trainer.truncate_response(STOP, -1, responses.tokens[:, 2:])
     assert torch.equal(cut != -1, responses.mask)
 
@@ -411,7 +411,7 @@ def test_sampled_log_probs_are_those_computed_without_a_cache(temperature):
     actor, args = random_gpt(1), rlhf.Args(temperature=temperature, max_response_length=6)
     prompts = torch.tensor([[0, 2, 3], [STOP, STOP, 2]]).repeat(50, 1)
     attention = torch.tensor([[True, True, True], [False, False, True]]).repeat(50, 1)
-    responses, sampled = rlhf.generate(actor, prompts, attention, Tokenizer(), args)
+    responses, sampled = rlhf.generate(actor, prompts, attention, torch.tensor([STOP]), args)
     log_probs, _ = rlhf.token_log_probs(actor, responses, temperature)
     torch.testing.assert_close(
         sampled.double() * responses.mask, log_probs * responses.mask, atol=1e-6, rtol=1e-6
@@ -477,7 +477,7 @@ def test_gpt_is_that_of_transformers():
     for model in (ours, theirs):
         torch.manual_seed(0)
         generated.append(
-            rlhf.generate(model, batch.tokens[:, :5], batch.attention[:, :5], Tokenizer(), args)[0]
+            rlhf.generate(model, batch.tokens[:, :5], batch.attention[:, :5], torch.tensor([STOP]), args)[0]
         )
     assert all(torch.equal(own, other) for own, other in zip(*generated, strict=True))
 
@@ -768,7 +768,9 @@ def test_weights_that_are_not_numbers_end_the_run(
     (path,) = tmp_path.glob("runs/*/checkpoint.pt")
     assert finite(path)
     done = 64 if (network, iterations, seconds) == ("critic", 3, 600) else 32
-    assert error.value.__notes__ == [f"failed after {done} responses; resume with: {resume_command(path)}"]
+    saved = torch.load(path, weights_only=True)["state"]["episodes"]
+    resume = f"resume from {saved} responses with: {resume_command(path)}"
+    assert error.value.__notes__ == [f"failed after {done} responses", resume]
 
 
 def resume_command(path, *words):
@@ -783,7 +785,8 @@ def test_an_error_says_how_to_resume(folder, tmp_path, monkeypatch):
         rlhf.train(real_args(folder, reward_function="rewards:vowels"))
     (path,) = tmp_path.glob("runs/*/checkpoint.pt")
     command = resume_command(path, "--reward-function", "rewards:vowels")
-    assert error.value.__notes__ == [f"failed after 0 responses; resume with: {command}"]
+    resume = f"resume from 0 responses with: {command}"
+    assert error.value.__notes__ == ["failed after 0 responses", resume]
 
 
 @pytest.mark.parametrize("changes", [{}, {"bfloat16": True}, {"gradient_checkpointing": True}], ids=str)
@@ -960,9 +963,10 @@ def test_command_line(folder, tmp_path):
     assert "64 responses 100%" in out
     diverging = replace(args, reward_function="rewards:huge")
     _, err = command_line([sys.executable, script, *flags(diverging)], tmp_path, status=1)
-    first, second = err.splitlines()
+    first, second, third = err.splitlines()
     assert first.startswith("ppo_rlhf.py: a metric is not finite")
-    assert second.startswith("failed after 32 responses; resume with: python")
+    assert second == "failed after 32 responses"
+    assert third.startswith("resume from 0 responses with: python")
     failing = replace(args, reward_function="rewards:nan")
     _, err = command_line([sys.executable, script, *flags(failing)], tmp_path, status=2)
     assert err.startswith("ppo_rlhf.py: the reward function must return 8 finite numbers")
