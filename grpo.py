@@ -316,6 +316,7 @@ def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: flo
     logits = at_least_float32(output.logits[:, -length - 1 : -1])  # those at a token are for the next one
     log_policy = torch.log_softmax(logits / temperature, -1)
     log_probs = log_policy.gather(2, batch.tokens[:, -length:, None]).squeeze(2)
+    log_policy = log_policy.detach()  # the entropy is only shown; its graph would take half of the memory
     return log_probs, -(log_policy.exp() * log_policy).sum(-1)
 
 
@@ -378,6 +379,7 @@ def group_advantages(rewards: Tensor, group_size: int, scale_rewards: str) -> Te
     """
     groups = rewards.view(-1, group_size)
     advantages = groups - groups.mean(1, keepdim=True)
+    advantages[without_variance(rewards, group_size)] = 0  # also where the mean was rounded
     if scale_rewards == "group":
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
     elif scale_rewards == "batch":
@@ -655,17 +657,15 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
     """
     check_args(args)
     rank, processes = world()
-    if args.device.startswith("cuda") and processes > 1:
-        args = replace(args, device=f"cuda:{os.environ['LOCAL_RANK']}")
     if not args.model:
         torch.set_num_threads(1)  # for small networks, one is fastest
     if rank == 0:
         say(plan(args))
     torch.manual_seed(args.seed)
     models = load_models(args)
-    # ε is 1e-5, as in the first implementations. They used TensorFlow's Adam, which adds it before correcting
-    # the bias of the second moment, as if ε were larger in the first steps ([N+]).
-    optimizer = Adam(trained_parameters(models), args.learning_rate, eps=1e-5, fused=True)
+    # ε is small against a weight's gradient: of a billion weights, each has 3e-5 where their norm is 1.
+    eps = 1e-8 if args.model else 1e-5
+    optimizer = Adam(trained_parameters(models), args.learning_rate, eps=eps, fused=True)
     state = State(args.learning_rate, args.kl_coef)
     if args.resume:
         restore(args, models, optimizer, state)
@@ -1111,10 +1111,12 @@ def load_models(args: Args) -> Models:
 
 def load_pretrained(args: Args) -> Models:
     """Load models of transformers. With --bfloat16, only frozen weights are in bfloat16."""
+    # Weights that are trained are loaded as they are. LoRA trains none of these.
     with refuse_errors("--model needs: pip install transformers", ImportError):
         import transformers
     transformers.utils.logging.disable_progress_bar()
-    name, dtype = str(args.model), torch.bfloat16 if args.bfloat16 else torch.float32
+    name = str(args.model)
+    dtype = torch.bfloat16 if args.bfloat16 and args.lora_rank else torch.float32
     with refuse_errors(f"cannot load --model {name}", Exception):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         reference = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
@@ -1132,6 +1134,9 @@ def load_pretrained(args: Args) -> Models:
     models.prompts = encode_prompts(tokenizer, prompts, context, args)
     for tokens, mask, text in zip(*models.prompts, prompts, strict=True):
         models.prompt_texts[tuple(tokens[mask].tolist())] = text
+    for frozen in (reference, reward_model.trunk if reward_model else None):
+        if args.bfloat16 and frozen:
+            frozen.bfloat16()
     models.reward_functions = [import_weighted(text) for text in args.reward_function]
     return models
 
@@ -1227,9 +1232,10 @@ def import_weighted(text: str) -> tuple[Callable, float]:
 
 
 def call_reward_function(function: Callable, prompts: list[str], responses: list[str]) -> Tensor:
-    """Scores [B] of B texts. Raises `Refused` if the function fails, or returns something else."""
-    with refuse_errors("the reward function failed", Exception):
-        scores = torch.as_tensor(function(prompts, responses), dtype=torch.float32)
+    """Scores [B] of B texts. Raises `Refused` if the function returns something else."""
+    returned = function(prompts, responses)
+    with refuse_errors("the reward function must return numbers", Exception):
+        scores = torch.as_tensor(returned, dtype=torch.float32)
     wrong = scores.shape != (len(prompts),) or not scores.isfinite().all()
     refuse(wrong, f"the reward function must return {len(prompts)} finite numbers; it returned {scores}")
     return scores
@@ -1240,9 +1246,9 @@ def call_reward_function(function: Callable, prompts: list[str], responses: list
 ADVICE = [  # name; after so many iterations in a row; in which this holds (see `diagnose`); what to do
     ("flat-groups", 5, lambda m: m["frac_reward_zero_std"] > 0.5,
      "over 50% of groups have equal scores, which teach nothing: are prompts too easy or too hard?"),
-    ("hacking", 3, lambda m: m["objective/surprise"] > 0.2,
+    ("hacking", 3, lambda m: m["objective/surprise"] > 0.2 and m["kl_coef"],
      "over 20% of responses would surprise the reference: is the reward model exploited? raise --kl-coef"),
-    ("drift", 10, lambda m: 0.05 < m["objective/surprise"] <= 0.2,
+    ("drift", 10, lambda m: 0.05 < m["objective/surprise"] <= 0.2 and m["kl_coef"],
      "over 5% of responses would surprise the reference: read some, and raise --kl-coef if they look odd"),
     ("kl", 5, lambda m: m["objective/kl"] > (1.5 * m["kl_target"] if m["kl_target"] else 10),
      "KL to the reference > 10 nats, or > 1.5 times its target: raise --kl-coef"),
@@ -1513,6 +1519,8 @@ def check_args(args: Args) -> None:
                 value not in choices, f"--{name.replace('_', '-')} is {value}; it must be one of {choices}"
             )
     with refuse_errors(f"--device {args.device} cannot be used; use cpu", RuntimeError, AssertionError):
+        if args.device == "cuda" and "LOCAL_RANK" in os.environ:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # each process has a GPU of its own
         torch.zeros(1, device=args.device)
     for kind, count in (("groups", args.group_size), ("minibatches", args.num_minibatches)):
         parts = count * world()[1]

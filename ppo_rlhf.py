@@ -296,6 +296,7 @@ def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: flo
     logits = at_least_float32(output.logits[:, -length - 1 : -1])  # those at a token are for the next one
     log_policy = torch.log_softmax(logits / temperature, -1)
     log_probs = log_policy.gather(2, batch.tokens[:, -length:, None]).squeeze(2)
+    log_policy = log_policy.detach()  # the entropy is only shown; its graph would take half of the memory
     return log_probs, -(log_policy.exp() * log_policy).sum(-1)
 
 
@@ -541,8 +542,6 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
     """
     check_args(args)
     rank, processes = world()
-    if args.device.startswith("cuda") and processes > 1:
-        args = replace(args, device=f"cuda:{os.environ['LOCAL_RANK']}")
     if not args.model:
         torch.set_num_threads(1)  # for small networks, one is fastest
     if rank == 0:
@@ -918,10 +917,12 @@ def load_models(args: Args) -> Models:
 
 def load_pretrained(args: Args) -> Models:
     """Load models of transformers. With --bfloat16, only frozen weights are in bfloat16."""
+    # Weights that are trained are loaded as they are. LoRA trains none of these.
     with refuse_errors("--model needs: pip install transformers", ImportError):
         import transformers
     transformers.utils.logging.disable_progress_bar()
-    name, dtype = str(args.model), torch.bfloat16 if args.bfloat16 else torch.float32
+    name = str(args.model)
+    dtype = torch.bfloat16 if args.bfloat16 and args.lora_rank else torch.float32
     with refuse_errors(f"cannot load --model {name}", Exception):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         reference = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
@@ -947,6 +948,9 @@ def load_pretrained(args: Args) -> Models:
     models.prompts = encode_prompts(tokenizer, prompts, context, args)
     for tokens, mask, text in zip(*models.prompts, prompts, strict=True):
         models.prompt_texts[tuple(tokens[mask].tolist())] = text
+    for frozen in (reference, reward_model.trunk if reward_model else None):
+        if args.bfloat16 and frozen:
+            frozen.bfloat16()
     if args.reward_function:
         models.reward_function = import_function(args.reward_function)
     return models
@@ -1036,9 +1040,10 @@ def import_function(name: str) -> Callable:
 
 
 def call_reward_function(function: Callable, prompts: list[str], responses: list[str]) -> Tensor:
-    """Scores [B] of B texts. Raises `Refused` if the function fails, or returns something else."""
-    with refuse_errors("the reward function failed", Exception):
-        scores = torch.as_tensor(function(prompts, responses), dtype=torch.float32)
+    """Scores [B] of B texts. Raises `Refused` if the function returns something else."""
+    returned = function(prompts, responses)
+    with refuse_errors("the reward function must return numbers", Exception):
+        scores = torch.as_tensor(returned, dtype=torch.float32)
     wrong = scores.shape != (len(prompts),) or not scores.isfinite().all()
     refuse(wrong, f"the reward function must return {len(prompts)} finite numbers; it returned {scores}")
     return scores
@@ -1302,6 +1307,8 @@ def check_args(args: Args) -> None:
             wrong = value is not None and not low <= value <= high  # NaN fails every comparison
             refuse(wrong, f"--{name.replace('_', '-')} is {value}; it must be from {low:g} to {high:g}")
     with refuse_errors(f"--device {args.device} cannot be used; use cpu", RuntimeError, AssertionError):
+        if args.device == "cuda" and "LOCAL_RANK" in os.environ:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # each process has a GPU of its own
         torch.zeros(1, device=args.device)
     parts = args.num_minibatches * world()[1]
     refuse(args.batch_size % parts, f"--batch-size must be a multiple of minibatches x processes = {parts}")

@@ -191,6 +191,33 @@ def test_a_policy_takes_the_environments_observations(script, name, tmp_path):
     assert batch_space(env.action_space, 20).contains(actions)
 
 
+@each_script
+@pytest.mark.parametrize("name", ["dict", "tuple"])
+def test_a_policy_takes_what_training_takes(script, name, tmp_path):
+    """Parts with another type than the space's, or just outside of it, which Gymnasium only warns of."""
+    policy, _, _ = policy_of(script, tmp_path, name)
+    space = user_envs.OBSERVATIONS[name]
+    space.seed(1)
+    single = space.sample()
+    key = "position" if name == "dict" else 1
+    parts = dict(single) if name == "dict" else list(single)
+    parts[key] = parts[key].astype(np.float64)
+    parts[key][0] = 5.01  # the space ends at 5
+    odd = parts if name == "dict" else tuple(parts)
+    assert not space.contains(odd)
+    assert np.shape(policy(odd)) == np.shape(policy(single))
+
+
+@each_script
+def test_an_environment_that_cannot_be_shown(script, tmp_path):
+    """--capture-video is refused before training; without it, no command is printed that would fail."""
+    refused = cli.call(script, tmp_path, "--env-id", script.env("Blind"), "--capture-video")
+    cli.assert_refused(refused, tmp_path, "cannot have this argument", "render_mode")
+    done = run(script, tmp_path, env_id=script.env("Blind"), total_timesteps=300)
+    assert "--resume" in done.out
+    assert "--capture-video" not in done.out
+
+
 @cli.each_script_fast
 def test_a_policy_samples(script, tmp_path):
     """With `sample`, the actions are distributed as the policy says."""
@@ -283,6 +310,16 @@ def test_train_returns_results(script, tmp_path, monkeypatch):
     skipped = SIZE if script is CONTINUOUS else 0  # its first rollout only sets the normalisers
     seen = [value for step, value, _ in user_envs.LOG["episodes"][:-3] if step > skipped]
     assert results[0]["training_return"] == pytest.approx(np.mean(seen), rel=0.15)
+
+
+@each_script
+def test_settings_that_are_numpys_numbers(script, tmp_path, monkeypatch):
+    """As from a loop over `np.logspace`: the checkpoint can be loaded, and the evaluation has done that."""
+    monkeypatch.chdir(tmp_path)
+    args = script.args(learning_rate=np.float64(1e-3), num_envs=np.int64(4), anneal_lr=np.bool_(False))
+    results = script.module.train(args)
+    assert len(results["greedy_returns"]) == 3
+    assert load(checkpoint_in(tmp_path))["args"]["learning_rate"] == 1e-3
 
 
 def test_train_raises(tmp_path, monkeypatch):

@@ -101,6 +101,16 @@ def test_advantages_are_those_of_a_leave_one_out_baseline():
 # ------------------------------------------------- Loss ---------------------------------------------------
 
 
+@pytest.mark.parametrize("scale", ["none", "group", "batch"])
+@pytest.mark.parametrize("value", [0.7, 99.9, 1000.3, 5000.7])
+def test_equal_rewards_have_no_advantage(scale, value):
+    """Not even where the mean of equal numbers is rounded."""
+    rewards = torch.tensor([value] * 12 + [0.0, 1.0] * 6)
+    advantages = grpo.group_advantages(rewards, 12, scale)
+    assert not advantages[:12].any()
+    assert advantages[12:].all()
+
+
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_loss_weights(aggregation):
     """The weighted sum is the mean that the aggregation names; a response without tokens counts as 0."""
@@ -310,9 +320,6 @@ def letters(prompts, responses):
 
 def nan(prompts, responses):
     return [float("nan")] * len(prompts)
-
-def raises(prompts, responses):
-    raise RuntimeError("no such thing")
 
 def too_few(prompts, responses):
     return [0.0]
@@ -950,6 +957,13 @@ def test_kl_advice_keeps_to_its_target():
     assert [len(messages) for messages in told] == [0, 0, 0, 0, 1]
 
 
+def test_no_surprise_without_a_reference():
+    """With --kl-coef 0 there is none, and the surprise is the actor's own."""
+    args, state = grpo.Args(kl_coef=0.0), grpo.State(1e-4, 0.0, first=FIRST)
+    for surprise in [0.3] * 5 + [0.1] * 15:
+        assert grpo.diagnose(HEALTHY | {"objective/surprise": surprise}, args, state) == []
+
+
 def test_infinite_metrics_end_the_run():
     with pytest.raises(grpo.Diverged, match="not finite"):
         grpo.diagnose(HEALTHY | {"loss": math.inf}, grpo.Args(), grpo.State(1e-4, 0.1))
@@ -1014,7 +1028,6 @@ def test_groups_are_not_split_between_processes(small, monkeypatch):
         ("scorers:vowels=much", "--reward-function scorers:vowels=much has no number after ="),
         ("scorers:nan", "must return 8 finite numbers"),
         ("scorers:too_few", "must return 8 finite numbers"),
-        ("scorers:raises", "no such thing"),
     ],
 )
 def test_refused_functions(folder, tmp_path, monkeypatch, function, reason):

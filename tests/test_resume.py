@@ -184,6 +184,19 @@ def test_adapted_coefficients_continue(script, name, tmp_path):
 
 
 @each_script
+@pytest.mark.parametrize("name", ["clip_coef", "kl_coef"])
+def test_a_coefficient_that_is_no_longer_adapted(script, name, tmp_path):
+    """With --adapt none, a resumed run has the setting again."""
+    flags, _ = ADAPTED[name]
+    steps = (3 + (script is CONTINUOUS)) * SIZE
+    path = trained(script, tmp_path, *flags.split(), learning_rate=1e-3, total_timesteps=steps)
+    default = load(path)["args"][name]
+    assert load(path)["state"][name] != default
+    resume(script, path, "--adapt", "none", total_timesteps=700)
+    assert load(path)["state"][name] == default
+
+
+@each_script
 def test_flags_override_saved_ones(script, tmp_path):
     """With --resume, a flag that is given counts, and the others are as they were."""
     path = trained(script, tmp_path, vf_coef=0.37, gamma=0.9)
@@ -338,6 +351,39 @@ def test_a_second_signal_acts_at_once(tmp_path):
     result = cli.shell(PPO, tmp_path, "--env-id", PPO.env(), *SMALL, *flags)
     assert result.status == -signal.SIGTERM
     assert steps_done(checkpoint_in(tmp_path)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
+def test_nohup(tmp_path):
+    """Where a hang-up is to be ignored, it is."""
+    kwargs = f"fault='signal', at=300, number={int(signal.SIGHUP)}"
+    flags = ["--env-id", PPO.env(), "--env-kwargs", kwargs, *SMALL, "--total-timesteps", 600]
+    result = cli.finish(cli.start(tmp_path, ["nohup", *cli.command(PPO, *flags)]))
+    assert result.status == 0
+    assert steps_done(checkpoint_in(tmp_path)) >= 600
+
+
+START = """
+import multiprocessing
+import ppo
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    ppo.main()
+"""
+
+
+@pytest.mark.slow
+def test_spawned_worker_processes_ignore_signals(tmp_path):
+    """Workers that do not inherit the main process's handlers step on, until the iteration is saved."""
+    (tmp_path / "start.py").write_text(START)
+    kwargs = f"fault='signal group', at=40, number={int(signal.SIGTERM)}"
+    flags = ["--env-id", PPO.env(), "--env-kwargs", kwargs, "--async-envs", *SMALL]
+    words = [sys.executable, "start.py", *map(str, flags), "--total-timesteps", "1e6"]
+    paths = os.pathsep.join([str(cli.ROOT), str(cli.ROOT / "tests")])
+    result = cli.finish(cli.start(tmp_path, words, PYTHONPATH=paths))
+    assert (result.status, result.err) == (143, "")
+    assert SIZE < steps_done(checkpoint_in(tmp_path)) <= 2 * SIZE
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -732,6 +733,116 @@ def test_reward_function(folder, monkeypatch):
     assert metrics["objective/scores"] == pytest.approx(scores.mean().item(), abs=1e-5)
 
 
+def test_a_reward_function_that_fails(folder, tmp_path, monkeypatch):
+    """Its exception is shown as it is."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(folder)
+    with pytest.raises(RuntimeError, match="no such thing") as error:
+        rlhf.train(real_args(folder, reward_function="rewards:raises"))
+    assert error.value.__notes__[0] == "failed after 0 responses"
+
+
+def test_a_reward_function_gets_the_prompts_of_the_file(folder, tmp_path, monkeypatch):
+    """With their special tokens and spaces, which decoding would change; and it computes in float32."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "seen_by.py").write_text(
+        "import torch\nseen = []\n\ndef reward(prompts, responses):\n    seen.extend(prompts)\n"
+        "    return (torch.full((len(prompts), 1), 257.0) @ torch.ones(1, 1)).squeeze(1)\n"
+    )
+    prompts = ["<stop>ab<stop>", "abc"]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    args = real_args(folder, reward_function="seen_by:reward", prompts="p.jsonl", bfloat16=True)
+    models = rlhf.load_models(replace(args, missing_eos_penalty=0.0))
+    with rlhf.autocast(args):
+        batch, _ = rlhf.collect(models, replace(args, missing_eos_penalty=0.0), rlhf.State(1e-4, 0.1))
+    assert set(sys.modules["seen_by"].seen) == set(prompts)
+    assert set(batch.scores.tolist()) == {257.0}
+
+
+def test_stop_tokens_of_a_chat_model(folder, tmp_path):
+    """Each that the model's generation configuration names ends a response."""
+    transformers = pytest.importorskip("transformers")
+    shutil.copytree(folder / "llama", tmp_path / "chat")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
+    model.generation_config.eos_token_id = [1, 5, 9]
+    model.save_pretrained(tmp_path / "chat")
+    args = real_args(folder, model=str(tmp_path / "chat"), reward_function="math:prod", batch_size=200)
+    models = rlhf.load_models(args)
+    assert models.stop_tokens.tolist() == [1, 5, 9]
+    prompts, attention = rlhf.draw_prompts(models, 200)
+    batch, _ = rlhf.generate(models.actor, prompts, attention, models.stop_tokens, args)
+    ended = rlhf.ends_with_stop(batch, models.stop_tokens)
+    last = set()
+    for tokens, mask, stopped in zip(batch.tokens, batch.mask, ended, strict=True):
+        *first, end = tokens[-args.max_response_length :][mask].tolist()
+        assert not {1, 5, 9} & set(first)
+        assert stopped == (end in {1, 5, 9})
+        last.add(end)
+    assert {1, 5, 9} < last
+
+
+def test_a_first_token_that_a_chat_template_has_written():
+    """The tokenizer does not add it once more."""
+
+    class Doubling(Tokenizer):
+        bos_token_id = 7
+
+        def encode(self, text):
+            return [7, *map(int, text)]
+
+    tokens, mask = rlhf.encode_prompts(Doubling(), ["72", "23"], 32, rlhf.Args(model="x"))
+    assert [row[seen].tolist() for row, seen in zip(tokens, mask, strict=True)] == [[7, 2], [7, 2, 3]]
+
+
+@pytest.mark.parametrize("kind", ["OPT", "Falcon"])
+def test_dropout_of_other_models_is_off(folder, tmp_path, monkeypatch, kind):
+    """OPT has it as numbers, Falcon as modules where others have numbers."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(folder)
+    sizes = {"vocab_size": 29, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    more = {"word_embed_proj_dim": 32} if kind == "OPT" else {}
+    config = getattr(transformers, f"{kind}Config")(
+        ffn_dim=64, max_position_embeddings=32, attention_dropout=0.1, **sizes, **more
+    )
+    shutil.copytree(folder / "llama", tmp_path / "model")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    args = real_args(folder, model=str(tmp_path / "model"), reward_function="rewards:vowels")
+    metrics = []
+    monkeypatch.setattr(rlhf.Run, "log", lambda self, batch, m: metrics.append(m))
+    rlhf.train(replace(args, gradient_checkpointing=True, total_episodes=32))
+    assert metrics[0]["val/first_approxkl"] < 1e-12
+
+
+def test_trained_weights_are_loaded_as_they_are(folder):
+    """Only what is frozen is rounded to bfloat16."""
+    transformers = pytest.importorskip("transformers")
+    models = rlhf.load_models(real_args(folder, bfloat16=True))
+    file = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
+    for x, y in zip(models.actor.parameters(), file.parameters(), strict=True):
+        assert torch.equal(x, y)
+    frozen = (*models.reference.parameters(), *models.reward_model.trunk.parameters())
+    assert {x.dtype for x in frozen} == {torch.bfloat16}
+
+
+def test_values_are_not_rounded():
+    """The last layer of a critic computes in float32 where the others compute in bfloat16."""
+    torch.manual_seed(0)
+    model = rlhf.ScalarModel(rlhf.GPT(9).base_model, nn.Linear(64, 1))
+    nn.init.constant_(model.head.bias, 18.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        values = model(to_responses([4, 5], [[6, 7, 1], [8, 1]]))
+    assert values.dtype == torch.float32
+    assert not torch.equal(values, values.bfloat16().float())
+
+
+def test_entropy_has_no_graph():
+    """It is only shown: its graph would take memory."""
+    batch = to_responses([4, 5], [[6, 7, 1], [8, 1]])
+    log_probs, entropies = rlhf.token_log_probs(rlhf.GPT(9), batch, 1.0)
+    assert (log_probs.requires_grad, entropies.requires_grad) == (True, False)
+
+
 def test_equal_scores(folder, tmp_path, monkeypatch):
     """Where no response has a reward yet, training continues."""
     monkeypatch.chdir(tmp_path)
@@ -876,7 +987,6 @@ def test_refused_prompts(folder, tmp_path, lines, reason):
         ({"reward_function": "rewards:missing"}, "cannot import --reward-function rewards:missing"),
         ({"reward_function": "rewards:nan"}, "must return 8 finite numbers"),
         ({"reward_function": "rewards:too_few"}, "must return 8 finite numbers"),
-        ({"reward_function": "rewards:raises"}, "no such thing"),
         ({"reward_model": "./no/folder"}, "cannot load --reward-model ./no/folder"),
     ],
 )
@@ -899,6 +1009,12 @@ def test_refused_models(folder, tmp_path, monkeypatch):
         auto_class.from_pretrained(folder / f"llama{suffix}").save_pretrained(tmp_path / name)
         change()
         tokenizer.save_pretrained(tmp_path / name)
+    short = transformers.AutoConfig.from_pretrained(folder / "llama-reward", max_position_embeddings=10)
+    scorer = transformers.AutoModelForSequenceClassification.from_config(short)
+    for part in (scorer, transformers.AutoTokenizer.from_pretrained(folder / "llama")):
+        part.save_pretrained(tmp_path / "short")
+    with pytest.raises(rlhf.Refused, match="the model reads 10"):
+        rlhf.load_models(real_args(folder, reward_model=str(tmp_path / "short")))
     with pytest.raises(rlhf.Refused, match="has no pad_token"):
         rlhf.load_models(replace(real_args(folder), model=str(tmp_path / "no-pad")))
     with pytest.raises(rlhf.Refused, match="needs the tokenizer of --model"):

@@ -435,6 +435,25 @@ def test_compiled_steps_are_those_of_eager(case, first):
         torch.testing.assert_close(saved[1][name], slot, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
+@each_script
+def test_each_run_of_a_process_compiles_its_own_steps(case):
+    """A second run does not get the graph of the first, which has other settings and sizes."""
+    for changes in ({}, {"vf_coef": 5.0, "clip_vloss": True, "norm_adv": False}, {"hidden_size": 8}):
+        args = case.make_args(**changes)
+        agents, metrics = [case.make_agent(args) for _ in range(2)], []
+        batch, *_ = case.script.make_batch(agents[0], case.make_rollout(args, agents[0]), args)
+        for agent, compiled in zip(agents, (False, True), strict=True):
+            optimizer = Adam(agent.parameters(), 99.0, eps=1e-5, betas=case.betas, fused=True)
+            state = case.make_state(args)
+            step = case.make_step(agent, args, state, optimizer)
+            if compiled:
+                step = case.script.compile_gradient_step(agent, optimizer, args, state)
+            metrics.append(step(batch))
+        torch.testing.assert_close(metrics[0], metrics[1], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(weights(agents[0]), weights(agents[1]), rtol=0, atol=1e-6)
+
+
 def test_floor_of_the_standard_deviation():
     """No step leaves a log σ below --min-log-std; from there it can rise; nothing else is touched."""
     case, one = CONTINUOUS, {"update_epochs": 1, "num_minibatches": 1}

@@ -109,6 +109,15 @@ class Walk(gym.Env):
         return np.full((32, 32, 3), 10 * len(self.rewards), np.uint8)
 
 
+class Blind(Walk):
+    """A walk that cannot be shown."""
+
+    metadata = {"render_modes": []}  # noqa: RUF012
+
+    def __init__(self, action="discrete"):
+        super().__init__(action)
+
+
 class Probe(gym.Env):
     """Seen are a cue of -1 or 1, drawn at the start, and the one-hot step. It isolates one thing to learn.
 
@@ -161,6 +170,7 @@ def needs_package(**options):
 for kind in ACTIONS:
     ending = "Box-v0" if kind == "box" else "-v0"
     gym.register(f"Walk{ending}", Walk, kwargs={"action": kind})
+    gym.register(f"Blind{ending}", Blind, kwargs={"action": kind})
     gym.register(f"Probe{ending}", Probe, kwargs={"action": kind})
     gym.register(f"NeedsPackage{ending}", needs_package)
     for mode in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP):
