@@ -62,7 +62,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -107,7 +107,7 @@ class Algorithm:
     group_size: int = 8  # G: responses to each prompt
     num_iterations: int = 2  # μ: passes over each batch
     num_minibatches: int = 4  # minibatches per pass, one gradient step each
-    micro_batch_size: int = 64  # responses per forward pass when learning: saves memory, changes nothing else
+    micro_batch_size: int = 64  # responses per forward pass and call of a reward function: saves memory
     learning_rate: float = 1e-3  # Adam's step size, decayed linearly to 0; for real models, 1e-6 to 1e-5
     kl_coef: float = 0.1  # β: weight of the KL divergence from the reference; 0 needs no reference
     kl_target: float | None = None  # adapt β to keep this divergence, in nats per response
@@ -137,7 +137,7 @@ class Args(Performance, Algorithm, Task, Experiment):
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, np.generic):
-                setattr(self, name, value.item())  # a checkpoint cannot contain NumPy's numbers
+                setattr(self, name, value.item())  # checkpoints with NumPy's numbers cannot be loaded
 
 
 # Defaults for --task sums: right answers are all that counts, and nothing holds the actor to the reference.
@@ -238,7 +238,9 @@ class ScalarModel(nn.Module):
         """Outputs [B, L + 1]: before each token of the response, and after the last."""
         output = self.trunk(**model_inputs(batch.tokens, batch.attention))
         hidden = at_least_float32(output.last_hidden_state[:, -batch.mask.shape[1] - 1 :])
-        with torch.autocast(hidden.device.type, enabled=False):  # in bfloat16, 16 and 16.1 are the same
+        with torch.autocast(
+            hidden.device.type, enabled=False
+        ):  # in bfloat16, values from 16 to 32 are 1/8 apart
             return self.head(hidden).squeeze(-1)
 
 
@@ -316,7 +318,7 @@ def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: flo
     logits = at_least_float32(output.logits[:, -length - 1 : -1])  # those at a token are for the next one
     log_policy = torch.log_softmax(logits / temperature, -1)
     log_probs = log_policy.gather(2, batch.tokens[:, -length:, None]).squeeze(2)
-    log_policy = log_policy.detach()  # the entropy is only shown; its graph would take half of the memory
+    log_policy = log_policy.detach()  # the entropy is only shown: its graph would take memory
     return log_probs, -(log_policy.exp() * log_policy).sum(-1)
 
 
@@ -641,7 +643,9 @@ def update(models: Models, optimizer: Adam, batch: Batch, args: Args, state: Sta
 def adjust_coefficients(state: State, args: Args) -> None:
     """Set the next iteration's coefficients, by their schedules and the last iteration's metrics, if any."""
     state.learning_rate = args.learning_rate * (1 - state.episodes / args.total_episodes)
-    if args.kl_target and state.last:  # [Ziegler], §2.2
+    if not args.kl_target:
+        state.kl_coef = args.kl_coef
+    elif state.last:  # [Ziegler], §2.2
         error = min(max(state.last["objective/kl"] / args.kl_target - 1, -0.2), 0.2)
         state.kl_coef *= 1 + 0.1 * error
 
@@ -663,7 +667,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
         say(plan(args))
     torch.manual_seed(args.seed)
     models = load_models(args)
-    # ε is small against a weight's gradient: of a billion weights, each has 3e-5 where their norm is 1.
+    # ε must be small compared with a weight's gradient, about 3e-5 for a billion weights and a norm of 1.
     eps = 1e-8 if args.model else 1e-5
     optimizer = Adam(trained_parameters(models), args.learning_rate, eps=eps, fused=True)
     state = State(args.learning_rate, args.kl_coef)
@@ -698,7 +702,7 @@ class Refused(Exception):  # noqa: N818
 
 
 class Diverged(Exception):  # noqa: N818
-    """The networks are no longer finite. On the command line: one line, exit status 1."""
+    """The networks are no longer finite. On the command line: what to do, exit status 1."""
 
 
 def refuse(wrong: object, reason: str) -> None:
@@ -1110,8 +1114,10 @@ def load_models(args: Args) -> Models:
 
 
 def load_pretrained(args: Args) -> Models:
-    """Load models of transformers. With --bfloat16, only frozen weights are in bfloat16."""
-    # Weights that are trained are loaded as they are. LoRA trains none of these.
+    """Load models of transformers. With --bfloat16, frozen weights are in bfloat16.
+
+    Weights to be trained are loaded in float32, so that they are not rounded first.
+    """
     with refuse_errors("--model needs: pip install transformers", ImportError):
         import transformers
     transformers.utils.logging.disable_progress_bar()
@@ -1124,19 +1130,19 @@ def load_pretrained(args: Args) -> Models:
         missing = getattr(tokenizer, token) is None
         refuse(missing, f"the tokenizer of {name} has no {token}; set and save it")
     unknown = tokenizer.pad_token_id >= reference.get_input_embeddings().num_embeddings
-    refuse(unknown, f"the model {name} does not know the pad_token of its tokenizer; use another token")
+    refuse(unknown, f"the pad_token of {name}'s tokenizer is not in the model's vocabulary; set another")
     actor = make_trainable(reference.requires_grad_(False), args, "CAUSAL_LM")
     reward_model = load_reward_model(args, tokenizer, dtype) if args.reward_model else None
-    context = min(longest_input(model) for model in (reference, reward_model) if model)
+    frozen = [reference, *([reward_model.trunk] if reward_model else [])]
+    context = min(map(longest_input, frozen))
     prompts = read_prompts(args)
     models = Models(actor, reference if args.kl_coef else None, reward_model)
     models.tokenizer, models.stop_tokens = tokenizer, find_stop_tokens(tokenizer, reference, args)
     models.prompts = encode_prompts(tokenizer, prompts, context, args)
     for tokens, mask, text in zip(*models.prompts, prompts, strict=True):
         models.prompt_texts[tuple(tokens[mask].tolist())] = text
-    for frozen in (reference, reward_model.trunk if reward_model else None):
-        if args.bfloat16 and frozen:
-            frozen.bfloat16()
+    for parameter in (p for model in frozen for p in model.parameters() if args.bfloat16):
+        parameter.data = parameter.data.bfloat16()  # but not buffers, such as the frequencies of positions
     models.reward_functions = [import_weighted(text) for text in args.reward_function]
     return models
 
@@ -1157,8 +1163,7 @@ def load_reward_model(args: Args, tokenizer: Any, dtype: torch.dtype) -> ScalarM
 
 def longest_input(model: Any) -> float:
     """How many tokens a model can read."""
-    config = (model.trunk if isinstance(model, ScalarModel) else model).config.get_text_config()
-    return getattr(config, "max_position_embeddings", math.inf)
+    return getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
 
 
 def find_stop_tokens(tokenizer: Any, model: Any, args: Args) -> Tensor:
@@ -1312,6 +1317,8 @@ def say(text: str, end: str = "\n") -> None:
     """Print. If that fails, as where the output goes to `head` or to a full disk, training continues."""
     try:
         print(text, end=end, flush=True)
+    except UnicodeEncodeError:
+        say(text.encode("ascii", "replace").decode(), end)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -1522,6 +1529,8 @@ def check_args(args: Args) -> None:
         if args.device == "cuda" and "LOCAL_RANK" in os.environ:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # each process has a GPU of its own
         torch.zeros(1, device=args.device)
+    one_for_all = args.device.startswith("cuda:") and world()[1] > 1
+    refuse(one_for_all, f"--device {args.device} is one GPU; with several processes, use --device cuda")
     for kind, count in (("groups", args.group_size), ("minibatches", args.num_minibatches)):
         parts = count * world()[1]
         refuse(args.batch_size % parts, f"--batch-size must be a multiple of {kind} x processes = {parts}")
@@ -1558,7 +1567,8 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if 
 def main() -> None:
     """The command line. Exit status: 0 done, 1 failed, 2 refused, 128 + n stopped by signal n."""
     for stream in (sys.stdout, sys.stderr):  # where a terminal has no β, print something else
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+        with suppress(AttributeError):  # a notebook's streams have no encoding
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     PROGRAM[:] = [*(["uv", "run"] if "UV" in os.environ else ["python"]), sys.argv[0]]  # uv sets UV
     stop: list[int] = []
 
@@ -1575,9 +1585,8 @@ def main() -> None:
             lines = [f"advice     if {number:>2} times in a row: {text}" for _, number, _, text in ADVICE]
             say("\n".join([plan(args), *lines]))
         else:
-            for number in SIGNALS:
-                ignored = signal.getsignal(number) == signal.SIG_IGN  # nohup ignores SIGHUP
-                if not ignored or number == signal.SIGINT:
+            for number in SIGNALS:  # but not SIGHUP under nohup; shells let background jobs ignore SIGINT
+                if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
                     signal.signal(number, request_stop)
             train(args, stop)
     except (Refused, Diverged) as error:

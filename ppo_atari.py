@@ -44,7 +44,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -130,7 +130,7 @@ class Args(Performance, Algorithm, Environment, Experiment):
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, np.generic):
-                setattr(self, name, value.item())  # a checkpoint cannot contain NumPy's numbers
+                setattr(self, name, value.item())  # checkpoints with NumPy's numbers cannot be loaded
 
 
 # ------------------------------------------------- Networks -------------------------------------------------
@@ -428,7 +428,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation. Once `stop` has an element, it saves and returns.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns"
-    (of the evaluation's episodes). Raises `Refused`, before anything is written, and `Diverged`.
+    (of the evaluation's episodes). Raises `Refused`, before anything is written, and `Diverged`. To resume,
+    pass `replace(load_checkpoint(path)["args"], resume=path)`. All global random generators are seeded.
     """
     check_args(args)
     args = replace(args, device=pick_device(args), num_threads=count_threads(args))
@@ -452,7 +453,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
 
     with (
         connect(args, agent, env_seed),
-        Run(args, envs, agent, optimizer, state) if rank == 0 else closing(envs) as run,
+        Run(args, envs, agent, optimizer, state, stop) if rank == 0 else closing(envs) as run,
     ):
         rollout.obs[-1] = torch.as_tensor(envs.reset(seed=env_seed)[0])
         stopped = gather(stop)
@@ -478,7 +479,7 @@ class Refused(Exception):  # noqa: N818
 
 
 class Diverged(Exception):  # noqa: N818
-    """The networks are no longer finite. On the command line: one line, exit status 1."""
+    """The networks are no longer finite. On the command line: what to do, exit status 1."""
 
 
 def refuse(wrong: object, reason: str) -> None:
@@ -575,9 +576,9 @@ def make_envs(args: Args, num_envs: int, **kwargs: Any) -> VectorEnv:
     """Games in the ALE's own vector environment, under DeepMind's protocol ([DQN], Methods).
 
     An action is held for 4 frames, and the last 2 of them are joined by their brighter pixels. An observation
-    is the last 4 such images, grey, 84 x 84. A game begins with a frame of FIRE where it has that button, and
-    up to 29 frames without an action. After 108,000 frames, half an hour, it is cut. For the learner, a lost
-    life ends an episode (see `LostLives`). Raises `Refused` if there is no such game.
+    is the last 4 such images, grey, 84 x 84. A game begins with up to 29 frames without an action; where it
+    has a button FIRE, the first of them presses it. After 108,000 frames, half an hour, it is cut. For the
+    learner, a lost life ends an episode (see `LostLives`). Raises `Refused` if there is no such game.
     """
     refuse(not find_spec("ale_py"), "Atari games need: pip install ale-py")
     import ale_py
@@ -702,8 +703,15 @@ def say(text: str, end: str = "\n") -> None:
     """Print. If that fails, as where the output goes to `head` or to a full disk, training continues."""
     try:
         print(text, end=end, flush=True)
+    except UnicodeEncodeError:
+        say(text.encode("ascii", "replace").decode(), end)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def is_terminal() -> bool:
+    """Whether standard output is a terminal, and not a file, a pipe, or what a notebook has in its place."""
+    return hasattr(sys.stdout, "isatty") and sys.stdout.isatty()
 
 
 class Run(AbstractContextManager):
@@ -712,18 +720,23 @@ class Run(AbstractContextManager):
     A `with` block closes the environments, and after an exception says how to resume.
     """
 
-    def __init__(self, args: Args, envs: VectorEnv, agent: Agent, optimizer: Adam, state: State):
+    def __init__(
+        self, args: Args, envs: VectorEnv, agent: Agent, optimizer: Adam, state: State, stop: Sequence[int]
+    ):
         self.args, self.envs, self.agent, self.optimizer, self.state = args, envs, agent, optimizer, state
+        self.stop = stop
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.path = Path(args.resume or Path("runs", re.sub(r"[^\w.-]+", "_", name), "checkpoint.pt"))
         trusted = ["--env-id", args.env_id] if ":" in args.env_id else []  # see `main`
+        trusted += ["--allow-unsafe"] if args.allow_unsafe else []
         self.resume = shlex.join([*PROGRAM, *trusted, "--resume", str(self.path)])
         folder = self.path.parent
+        self.wandb: Any = None
         with refuse_errors(f"cannot start a run in {folder}", Exception):
             if args.track:
                 import wandb
 
-                wandb.init(
+                self.wandb = wandb.init(
                     project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
                     name=folder.name, id=folder.name, resume="allow", sync_tensorboard=True,
                 )  # fmt: skip
@@ -746,8 +759,10 @@ class Run(AbstractContextManager):
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self.envs.close()
-        if sys.stdout.isatty():
+        if is_terminal():
             say("")
+        if error and self.wandb:
+            self.wandb.finish(exit_code=1)
         if error:  # Python prints it below the traceback
             error.add_note(f"failed after {self.state.global_step:,} steps")
             error.add_note(f"resume from {self.saved_step:,} steps with: {self.resume}")
@@ -775,7 +790,7 @@ class Run(AbstractContextManager):
         for message in messages:
             self.writer.add_text("advice", message, state.global_step)
         last = state.global_step >= self.args.total_timesteps
-        if messages or last or now - self.printed >= (0.2 if sys.stdout.isatty() else self.args.log_seconds):
+        if messages or last or now - self.printed >= (0.2 if is_terminal() else self.args.log_seconds):
             self.printed = now
             print_progress(self.args, state, metrics["kl"], speed, messages)
         if now - self.saved >= self.args.checkpoint_seconds:
@@ -811,12 +826,14 @@ class Run(AbstractContextManager):
         more = "" if stop else f" --total-timesteps {2 * self.args.total_timesteps:.0f}"
         say(f"resume     {self.resume}{more}")
         self.writer.close()
+        if self.wandb:
+            self.wandb.finish()
         return results
 
 
 def print_progress(args: Args, state: State, kl: float, speed: float, messages: list[str]) -> None:
     """Print a line that fits 80 columns, and advice. On a terminal, the line is updated in place."""
-    step, returns, live = state.global_step, state.recent_returns, sys.stdout.isatty()
+    step, returns, live = state.global_step, state.recent_returns, is_terminal()
     mean = f"return {np.mean(returns):.1f}" if returns else "no episode finished yet"
     line = f"{step:>11,} steps {min(step / args.total_timesteps, 1):4.0%}  {mean}  KL {max(kl, 0):.4f}"
     if speed > 0:
@@ -979,7 +996,8 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if 
 def main() -> None:
     """The command line. Exit status: 0 done, 1 failed, 2 refused, 128 + n stopped by signal n."""
     for stream in (sys.stdout, sys.stderr):  # where a terminal has no γ, print something else
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+        with suppress(AttributeError):  # a notebook's streams have no encoding
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     PROGRAM[:] = [*(["uv", "run"] if "UV" in os.environ else ["python"]), sys.argv[0]]  # uv sets UV
     stop: list[int] = []
     rank, _ = world()
@@ -1002,9 +1020,8 @@ def main() -> None:
         elif args.evaluate:
             evaluate(Path(args.evaluate), args)
         else:
-            for number in SIGNALS:
-                ignored = signal.getsignal(number) == signal.SIG_IGN  # nohup ignores SIGHUP
-                if not ignored or number == signal.SIGINT:
+            for number in SIGNALS:  # but not SIGHUP under nohup; shells let background jobs ignore SIGINT
+                if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
                     signal.signal(number, request_stop)
             train(args, stop)
     except (Refused, Diverged) as error:

@@ -10,8 +10,9 @@
     python ppo_continuous.py --env-id Ant-v5 --env-kwargs include_cfrc_ext_in_observation=False
     python ppo_continuous.py --evaluate runs/<run>/checkpoint.pt --capture-video
 
-It trains on any Gymnasium environment with `Box` actions and observations that flatten to a vector. To
-use your own, register it and name it (`--env-id my_module:MyEnv-v0`), or copy this file and change make_env.
+It trains on any Gymnasium environment with real-valued `Box` actions and observations that flatten to a
+vector. To use your own, register it and name it (`--env-id my_module:MyEnv-v0`), or copy this file and change
+make_env.
 
   [PPO]     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   [GAE]     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
@@ -41,7 +42,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -131,7 +132,7 @@ class Args(Performance, Algorithm, Environment, Experiment):
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, np.generic):
-                setattr(self, name, value.item())  # a checkpoint cannot contain NumPy's numbers
+                setattr(self, name, value.item())  # checkpoints with NumPy's numbers cannot be loaded
 
 
 # ------------------------------------------------- Networks -------------------------------------------------
@@ -494,7 +495,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation. Once `stop` has an element, it saves and returns.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns"
-    (of the evaluation's episodes). Raises `Refused`, before anything is written, and `Diverged`.
+    (of the evaluation's episodes). Raises `Refused`, before anything is written, and `Diverged`. To resume,
+    pass `replace(load_checkpoint(path)["args"], resume=path)`. All global random generators are seeded.
     """
     check_args(args)
     torch.set_num_threads(args.num_threads)
@@ -514,7 +516,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
     if args.compile:
         step = compile_gradient_step(agent, optimizer, args, state)
 
-    with Run(args, envs, agent, optimizer, state) as run:
+    with Run(args, envs, agent, optimizer, state, stop) as run:
         rollout.obs[-1], _ = envs.reset(seed=env_seed + state.global_step)
         while state.global_step < args.total_timesteps and not stop:
             adjust_coefficients(state, args)
@@ -537,7 +539,7 @@ class Refused(Exception):  # noqa: N818
 
 
 class Diverged(Exception):  # noqa: N818
-    """The networks are no longer finite. On the command line: one line, exit status 1."""
+    """The networks are no longer finite. On the command line: what to do, exit status 1."""
 
 
 def refuse(wrong: object, reason: str) -> None:
@@ -610,7 +612,7 @@ def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: Stat
 
 def make_env(args: Args, **kwargs: Any) -> gym.Env:
     """One environment. To train on a class of your own, put `MyEnv()` in the place of `gym.make(...)`."""
-    reason, about = "the environment cannot have this argument", "unexpected keyword argument"
+    reason, about = "the environment does not take this argument", "unexpected keyword argument"
     bad_argument = refuse_errors(reason, TypeError, about=about)
     with refuse_errors(f"cannot make {args.env_id}", gym.error.Error, ModuleNotFoundError), bad_argument:
         return gym.make(args.env_id, **parse_kwargs(args.env_kwargs), **kwargs)
@@ -633,9 +635,10 @@ def parse_kwargs(text: str) -> dict[str, Any]:
 
 def make_flat_env(args: Args, index: int) -> gym.Env:
     """Environment number `index` of N, with flat observations."""
-    if "AsyncVectorEnv" in multiprocessing.current_process().name:  # signals are for the main process
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+    if "AsyncVectorEnv" in multiprocessing.current_process().name:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process
+        random.seed(f"{args.seed} {index}")  # of environments that use these generators, none is a copy
+        np.random.seed([args.seed, index])  # noqa: NPY002
     env = make_env(args)
     space = env.observation_space
     size = gym.spaces.flatdim(space)
@@ -673,14 +676,18 @@ def make_envs(args: Args) -> VectorEnv:
     refuse(args.env_id.startswith("ALE/"), f"{args.env_id} is an Atari game: use ppo_atari.py")
     env = make_env(args, **rendering(args))
     env.close()
+    shown = env.render_mode == "rgb_array" and "rgb_array" in env.metadata.get("render_modes", ())
+    refuse(args.capture_video and not shown, f"--capture-video: {args.env_id} cannot be rendered")
     obs, actions, spec = env.observation_space, env.action_space, env.unwrapped.spec
     image = len(obs.shape or ()) > 1 and obs.dtype == np.uint8
     refuse(image, f"{args.env_id} has images as observations, which are supported for Atari games only")
     other = ": use ppo.py" if isinstance(actions, gym.spaces.Discrete) else ""
     real = isinstance(actions, gym.spaces.Box) and actions.dtype.kind == "f" and 0 not in actions.shape
     refuse(not real, f"its actions are {actions}, not a Box of real numbers{other}")
-    refuse(not obs.is_np_flattenable, f"its observations do not flatten to a vector: {obs}")
-    if spec and spec.vector_entry_point and len(obs.shape or ()) == 1 and not args.async_envs:
+    with refuse_errors(f"its observations do not flatten to a vector: {obs}", NotImplementedError):
+        refuse(not obs.is_np_flattenable, f"its observations do not flatten to a vector: {obs}")
+    vector = isinstance(obs, gym.spaces.Box) and len(obs.shape) == 1
+    if spec and spec.vector_entry_point and vector and not args.async_envs:
         envs = gym.make_vec(args.env_id, args.num_envs, **parse_kwargs(args.env_kwargs))
         if envs.metadata.get("autoreset_mode") is AutoresetMode.NEXT_STEP:
             return envs
@@ -767,8 +774,15 @@ def say(text: str, end: str = "\n") -> None:
     """Print. If that fails, as where the output goes to `head` or to a full disk, training continues."""
     try:
         print(text, end=end, flush=True)
+    except UnicodeEncodeError:
+        say(text.encode("ascii", "replace").decode(), end)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def is_terminal() -> bool:
+    """Whether standard output is a terminal, and not a file, a pipe, or what a notebook has in its place."""
+    return hasattr(sys.stdout, "isatty") and sys.stdout.isatty()
 
 
 class Run(AbstractContextManager):
@@ -777,18 +791,23 @@ class Run(AbstractContextManager):
     A `with` block closes the environments, and after an exception says how to resume.
     """
 
-    def __init__(self, args: Args, envs: VectorEnv, agent: Agent, optimizer: Adam, state: State):
+    def __init__(
+        self, args: Args, envs: VectorEnv, agent: Agent, optimizer: Adam, state: State, stop: Sequence[int]
+    ):
         self.args, self.envs, self.agent, self.optimizer, self.state = args, envs, agent, optimizer, state
+        self.stop = stop
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.path = Path(args.resume or Path("runs", re.sub(r"[^\w.-]+", "_", name), "checkpoint.pt"))
         trusted = ["--env-id", args.env_id] if ":" in args.env_id else []  # see `main`
+        trusted += ["--allow-unsafe"] if args.allow_unsafe else []
         self.resume = shlex.join([*PROGRAM, *trusted, "--resume", str(self.path)])
         folder = self.path.parent
+        self.wandb: Any = None
         with refuse_errors(f"cannot start a run in {folder}", Exception):
             if args.track:
                 import wandb
 
-                wandb.init(
+                self.wandb = wandb.init(
                     project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
                     name=folder.name, id=folder.name, resume="allow", sync_tensorboard=True,
                 )  # fmt: skip
@@ -805,18 +824,27 @@ class Run(AbstractContextManager):
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if sys.stdout.isatty():
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        if is_terminal():
             say("")
         if not error:
             self.envs.close()
-        else:
-            for process in getattr(self.envs.unwrapped, "processes", ()):  # they may be dead, or hang
-                process.kill()
-            self.envs.unwrapped.closed = True
-            # Python prints it below the traceback.
-            error.add_note(f"failed after {self.state.global_step:,} steps")
-            error.add_note(f"resume from {self.saved_step:,} steps with: {self.resume}")
+            return False
+        processes = getattr(self.envs.unwrapped, "processes", ())
+        for process in processes:  # they may be dead, or hang
+            process.kill()
+        self.envs.unwrapped.closed = bool(processes)
+        with suppress(Exception):  # that of the environment's step says more
+            self.envs.close()
+        if self.stop and isinstance(error, (EOFError, ConnectionError)):
+            self.save()  # a signal to all processes ended a worker: this rollout is lost, and nothing else
+            return True
+        if self.wandb:
+            self.wandb.finish(exit_code=1)
+        # Python prints it below the traceback.
+        error.add_note(f"failed after {self.state.global_step:,} steps")
+        error.add_note(f"resume from {self.saved_step:,} steps with: {self.resume}")
+        return False
 
     def log(self, episodes: list[tuple[float, int]]) -> None:
         """Write an iteration's metrics to TensorBoard, print the progress, and save a checkpoint when due."""
@@ -841,7 +869,7 @@ class Run(AbstractContextManager):
         for message in messages:
             self.writer.add_text("advice", message, state.global_step)
         last = state.global_step >= self.args.total_timesteps
-        if messages or last or now - self.printed >= (0.2 if sys.stdout.isatty() else self.args.log_seconds):
+        if messages or last or now - self.printed >= (0.2 if is_terminal() else self.args.log_seconds):
             self.printed = now
             print_progress(self.args, state, metrics["kl"], speed, messages)
         if now - self.saved >= self.args.checkpoint_seconds:
@@ -878,12 +906,14 @@ class Run(AbstractContextManager):
         more = "" if stop else f" --total-timesteps {2 * self.args.total_timesteps:.0f}"
         say(f"resume     {self.resume}{more}")
         self.writer.close()
+        if self.wandb:
+            self.wandb.finish()
         return results
 
 
 def print_progress(args: Args, state: State, kl: float, speed: float, messages: list[str]) -> None:
     """Print a line that fits 80 columns, and advice. On a terminal, the line is updated in place."""
-    step, returns, live = state.global_step, state.recent_returns, sys.stdout.isatty()
+    step, returns, live = state.global_step, state.recent_returns, is_terminal()
     mean = f"return {np.mean(returns):.1f}" if returns else "no episode finished yet"
     line = f"{step:>11,} steps {min(step / args.total_timesteps, 1):4.0%}  {mean}  KL {max(kl, 0):.4f}"
     if speed > 0:
@@ -929,13 +959,14 @@ def restore(args: Args, agent: Agent, optimizer: Adam, state: State) -> None:
     refuse(done, f"{args.resume} has done {state.global_step:,} steps; set --total-timesteps to more")
 
 
-def load_policy(path: str | Path, device: str = "cpu") -> Callable:
+def load_policy(path: str | Path, device: str = "cpu", trusted: str = "") -> Callable:
     """A trained policy, as a function from the environment's own observations to its actions.
 
     `policy(obs, sample=False)` takes one observation or a batch of them, and returns as many actions: the
-    most likely ones, or samples. If a module registers the environment, import it before.
+    most likely ones, or samples. If a module registers the environment, import it before, or trust it: see
+    `load_checkpoint`.
     """
-    content = load_checkpoint(path)
+    content = load_checkpoint(path, trusted)
     env = gym.wrappers.FlattenObservation(make_env(content["args"]))
     env.close()
     space = env.env.observation_space
@@ -946,10 +977,10 @@ def load_policy(path: str | Path, device: str = "cpu") -> Callable:
     @torch.inference_mode()
     def policy(obs: Any, sample: bool = False) -> Any:
         part, part_obs = space, obs
-        while part.shape is None:  # a Dict or a Tuple: look at its first part
-            first = next(iter(part.spaces)) if isinstance(part, gym.spaces.Dict) else 0
+        while isinstance(part, (gym.spaces.Dict, gym.spaces.Tuple)):  # look at its first part
+            first: Any = next(iter(part.spaces)) if isinstance(part, gym.spaces.Dict) else 0
             part, part_obs = part[first], part_obs[first]
-        single = np.shape(part_obs) == part.shape
+        single = isinstance(part_obs, str) or np.shape(part_obs) == part.shape
         batch = [obs] if single else gym.vector.utils.iterate(gym.vector.utils.batch_space(space), obs)
         flat = np.stack([np.asarray(gym.spaces.flatten(space, item)) for item in batch])
         noise = torch.randn(len(flat), agent.action_size).to(device) if sample else 0.0
@@ -961,8 +992,8 @@ def load_policy(path: str | Path, device: str = "cpu") -> Callable:
 
 def evaluate(path: Path, args: Args) -> np.ndarray:
     """Play --eval-episodes episodes with the most likely actions; print and return their returns."""
+    policy = load_policy(path, args.device, trusted=args.env_id)
     env = make_env(args, **rendering(args))
-    policy = load_policy(path, args.device)
     if args.capture_video:
         env = gym.wrappers.RecordVideo(env, str(path.parent / "videos"), lambda episode: True)
     seed, returns = seed_everything(args.seed) + 2**31, np.zeros(args.eval_episodes)  # not those of training
@@ -1039,7 +1070,8 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if 
 def main() -> None:
     """The command line. Exit status: 0 done, 1 failed, 2 refused, 128 + n stopped by signal n."""
     for stream in (sys.stdout, sys.stderr):  # where a terminal has no γ, print something else
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+        with suppress(AttributeError):  # a notebook's streams have no encoding
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     PROGRAM[:] = [*(["uv", "run"] if "UV" in os.environ else ["python"]), sys.argv[0]]  # uv sets UV
     stop: list[int] = []
 
@@ -1059,9 +1091,8 @@ def main() -> None:
         elif args.evaluate:
             evaluate(Path(args.evaluate), args)
         else:
-            for number in SIGNALS:
-                ignored = signal.getsignal(number) == signal.SIG_IGN  # nohup ignores SIGHUP
-                if not ignored or number == signal.SIGINT:
+            for number in SIGNALS:  # but not SIGHUP under nohup; shells let background jobs ignore SIGINT
+                if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
                     signal.signal(number, request_stop)
             train(args, stop)
     except (Refused, Diverged) as error:

@@ -115,7 +115,7 @@ STUDIES = [
     Study("grpo", "sums", "--task sums", FIVE),
     *(Study("ppo_rlhf", f"frontier-{beta:g}", f"--kl-coef {beta}") for beta in KL_COEFS),
     *(Study("ppo_rlhf", f"low-{beta:g}", f"--kl-coef {beta}") for beta in LOW_KL_COEFS),
-    Study("ppo_rlhf", "iterated-0.002", "--kl-coef 0.002 --reward-model-updates 20"),
+    Study("ppo_rlhf", "iterated-0.002", "--kl-coef 0.002 --reward-model-updates 20", (1, 2)),
     Study("ppo_rlhf", "k3-in-reward", "--kl-coef 0.5", change=k3_in_reward),
     Study("ppo_rlhf", "temperature-0.7", "--temperature 0.7", (1, 2)),
     Study("ppo_rlhf", "temperature-left-out", "--temperature 0.7", change=no_temperature_in_learning),

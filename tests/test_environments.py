@@ -17,7 +17,7 @@ from cli_helpers import CONTINUOUS, PPO, SIZE, SMALL, call, checkpoint_in, each_
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
-SPACES = "vector", "discrete", "dict", "tuple"
+SPACES = "vector", "discrete", "dict", "tuple", "text"
 
 
 # Which environments are taken
@@ -48,7 +48,7 @@ def test_observations_that_flatten(script, name, tmp_path):
     """Dict, Tuple and Discrete observations train; one-hot entries are not normalised."""
     run(script, tmp_path, total_timesteps=300, env_kwargs=f"observation='{name}'")
     agent = load(checkpoint_in(tmp_path))["agent"]
-    assert agent["normalised"].sum() == (0 if name == "discrete" else 3)
+    assert agent["normalised"].sum() == {"discrete": 0, "text": 6}.get(name, 3)
     assert len(agent["normalised"]) == gym.spaces.flatdim(user_envs.OBSERVATIONS[name])
 
 
@@ -211,8 +211,9 @@ def test_a_policy_takes_what_training_takes(script, name, tmp_path):
 @each_script
 def test_an_environment_that_cannot_be_shown(script, tmp_path):
     """--capture-video is refused before training; without it, no command is printed that would fail."""
-    refused = cli.call(script, tmp_path, "--env-id", script.env("Blind"), "--capture-video")
-    cli.assert_refused(refused, tmp_path, "cannot have this argument", "render_mode")
+    for name, word in (("Blind", "does not take this argument"), ("Dark", "cannot be rendered")):
+        refused = cli.call(script, tmp_path, "--env-id", script.env(name), "--capture-video")
+        cli.assert_refused(refused, tmp_path, word)
     done = run(script, tmp_path, env_id=script.env("Blind"), total_timesteps=300)
     assert "--resume" in done.out
     assert "--capture-video" not in done.out

@@ -344,7 +344,8 @@ ADAPTED = [  # --adapt, place of its coefficient, factor if the KL is too high, 
 def test_adapt(case, adapt, place, factor, bounds):
     """Each choice moves its coefficient alone, once the KL is 1.5 times off, and within its bounds."""
     surrogate = "kl-penalty" if adapt == "kl-coef" else "clip"
-    args = case.make_args(adapt=adapt, anneal_lr=False, learning_rate=1e-2, surrogate=surrogate)
+    settings = {"anneal_lr": False, "learning_rate": 1e-2, "clip_coef": 0.1, "surrogate": surrogate}
+    args = case.make_args(adapt=adapt, **settings)
     before = [1e-3 if adapt == "learning-rate" else 1e-2, 0.1, 1.0, 0.01]
     for kl, change in ((0.0301, factor), (0.0299, 1), (0.0134, 1), (0.0133, 1 / factor)):
         state = case.script.State(*before)

@@ -364,6 +364,15 @@ def test_nohup(tmp_path):
     assert steps_done(checkpoint_in(tmp_path)) >= 600
 
 
+@pytest.mark.slow
+def test_worker_processes_do_not_outlive_a_failure(tmp_path):
+    """Other people's code has no reason to end them."""
+    code = "import ppo; ppo.train(ppo.Args(async_envs=True, num_envs=2, resume='missing.pt'))"
+    result = cli.finish(cli.start(tmp_path, [sys.executable, "-c", code], PYTHONPATH=str(cli.ROOT)))
+    assert result.status == 1
+    assert "Refused: missing.pt" in result.err
+
+
 START = """
 import multiprocessing
 import ppo
@@ -374,8 +383,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_spawned_worker_processes_ignore_signals(tmp_path):
-    """Workers that do not inherit the main process's handlers step on, until the iteration is saved."""
+def test_a_signal_ends_spawned_worker_processes(tmp_path):
+    """They do not inherit the main process's handlers. The iterations before are saved."""
     (tmp_path / "start.py").write_text(START)
     kwargs = f"fault='signal group', at=40, number={int(signal.SIGTERM)}"
     flags = ["--env-id", PPO.env(), "--env-kwargs", kwargs, "--async-envs", *SMALL]
@@ -383,7 +392,8 @@ def test_spawned_worker_processes_ignore_signals(tmp_path):
     paths = os.pathsep.join([str(cli.ROOT), str(cli.ROOT / "tests")])
     result = cli.finish(cli.start(tmp_path, words, PYTHONPATH=paths))
     assert (result.status, result.err) == (143, "")
-    assert SIZE < steps_done(checkpoint_in(tmp_path)) <= 2 * SIZE
+    assert "--resume" in result.out.splitlines()[-1]
+    assert 0 < steps_done(checkpoint_in(tmp_path)) <= SIZE
 
 
 @pytest.mark.slow

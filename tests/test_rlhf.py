@@ -1,6 +1,7 @@
 """ppo_rlhf.py: its equations against independent computations, its GPT against transformers', its runs."""
 
 import copy
+import importlib
 import itertools
 import json
 import math
@@ -354,7 +355,7 @@ def test_kl_target(kl, factor):
     rlhf.adjust_coefficients(state, args)
     assert state.kl_coef == pytest.approx(0.5 * factor)
     rlhf.adjust_coefficients(state, replace(args, kl_target=None))
-    assert state.kl_coef == pytest.approx(0.5 * factor)
+    assert state.kl_coef == 0.1  # the setting
 
 
 @pytest.mark.slow
@@ -823,6 +824,7 @@ def test_trained_weights_are_loaded_as_they_are(folder):
         assert torch.equal(x, y)
     frozen = (*models.reference.parameters(), *models.reward_model.trunk.parameters())
     assert {x.dtype for x in frozen} == {torch.bfloat16}
+    assert {x.dtype for x in models.reference.buffers()} == {torch.float32}  # those of positions
 
 
 def test_values_are_not_rounded():
@@ -921,6 +923,26 @@ def test_critic_starts_from_the_reward_model(folder):
         assert not models.critic(batch).any()
         shared = {id(p) for p in models.actor.parameters()} & {id(p) for p in models.critic.parameters()}
         assert bool(shared) == ("share_critic" in changes)
+
+
+def test_a_kl_coefficient_that_is_no_longer_adapted(folder, tmp_path, monkeypatch):
+    """Without --kl-target, a resumed run has the setting again."""
+    monkeypatch.chdir(tmp_path)
+    args = real_args(folder, kl_target=6.0, total_episodes=96)
+    path = rlhf.train(args, StopAfter(2))["checkpoint"]
+    assert rlhf.load_checkpoint(path)["state"]["kl_coef"] < 0.1
+    rlhf.train(replace(args, kl_target=None, resume=path))
+    assert rlhf.load_checkpoint(path)["state"]["kl_coef"] == 0.1
+
+
+@pytest.mark.parametrize("name", ["ppo_rlhf", "grpo"])
+def test_one_gpu_for_all_processes_is_refused(name, monkeypatch):
+    script = importlib.import_module(name)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)  # the GPU is not there
+    args = script.Args(device="cuda:0", model="x", prompts="y", reward_model="z", learning_rate=1e-6)
+    with pytest.raises(script.Refused, match="use --device cuda"):
+        script.check_args(args)
 
 
 @pytest.mark.parametrize("kl_target", [None, 6.0])

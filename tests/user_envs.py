@@ -23,6 +23,7 @@ OBSERVATIONS = {
     "discrete": spaces.Discrete(6),
     "dict": spaces.Dict(position=VECTOR, room=spaces.Discrete(4)),
     "tuple": spaces.Tuple((spaces.Discrete(3), VECTOR)),
+    "text": spaces.Dict(name=spaces.Text(3), position=VECTOR),
     "image": spaces.Box(0, 255, (32, 32, 3), np.uint8),
     "sequence": spaces.Sequence(spaces.Discrete(3)),
 }
@@ -118,6 +119,12 @@ class Blind(Walk):
         super().__init__(action)
 
 
+class Dark(Walk):
+    """A walk that takes a render_mode, and cannot be shown."""
+
+    metadata = {"render_modes": []}  # noqa: RUF012
+
+
 class Probe(gym.Env):
     """Seen are a cue of -1 or 1, drawn at the start, and the one-hot step. It isolates one thing to learn.
 
@@ -171,6 +178,7 @@ for kind in ACTIONS:
     ending = "Box-v0" if kind == "box" else "-v0"
     gym.register(f"Walk{ending}", Walk, kwargs={"action": kind})
     gym.register(f"Blind{ending}", Blind, kwargs={"action": kind})
+    gym.register(f"Dark{ending}", Dark, kwargs={"action": kind})
     gym.register(f"Probe{ending}", Probe, kwargs={"action": kind})
     gym.register(f"NeedsPackage{ending}", needs_package)
     for mode in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP):
