@@ -1,7 +1,10 @@
 """Environments: which are taken, what is said when one fails, policies, evaluation, and `train` in code."""
 
+import io
 import math
+import multiprocessing
 import os
+import random
 import re
 import signal
 import sys
@@ -108,6 +111,29 @@ def test_an_exception_is_shown_as_it_is(script, fault, tmp_path):
     assert 0 < steps_done(path) <= 300
     assert cli.printed_checkpoint(result.err, "--resume", tmp_path).samefile(path)
     assert f"{steps_done(path):,}" in result.err.splitlines()[-1]
+
+
+@each_script
+def test_environments_are_closed(script, tmp_path):
+    """After training and after an exception; and no two exist where one is asked for."""
+    run(script, tmp_path, "--num-envs", 1, env_kwargs="fault='only one'", total_timesteps=100)
+    assert user_envs.LOG["open"] == []
+    result = call(script, tmp_path, "--env-id", script.env(), *SMALL, "--env-kwargs", "fault='raise', at=200")
+    assert result.status == 1
+    assert user_envs.LOG["open"] == []
+
+
+@each_script
+def test_workers_have_random_numbers_of_their_own(script, monkeypatch):
+    """Also those that environments draw from the global generators, which processes inherit."""
+    monkeypatch.setattr(multiprocessing.current_process(), "_name", "AsyncVectorEnv-worker")
+    drawn = []
+    with cli.this_process_as_it_was():
+        for seed, index in ((1, 0), (1, 1), (2, 0), (1, 0)):
+            script.module.make_flat_env(script.args(seed=seed), index).close()
+            drawn.append((random.random(), np.random.random()))  # noqa: NPY002
+    assert drawn[0] == drawn[3]
+    assert len({number for numbers in drawn for number in numbers}) == 6
 
 
 @pytest.mark.slow
@@ -321,6 +347,37 @@ def test_settings_that_are_numpys_numbers(script, tmp_path, monkeypatch):
     results = script.module.train(args)
     assert len(results["greedy_returns"]) == 3
     assert load(checkpoint_in(tmp_path))["args"]["learning_rate"] == 1e-3
+
+
+class Tee:
+    """What people put in the place of standard output."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+@each_script
+def test_standard_output_of_others(script, tmp_path, monkeypatch):
+    """A tee, a notebook's stream, and one that has no Greek letters."""
+    monkeypatch.chdir(tmp_path)
+    tee = Tee()
+    monkeypatch.setattr(sys, "stdout", tee)
+    script.module.train(script.args())
+    assert "evaluation return" in tee.text
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys, "argv", [script.file, "--plan"])
+    script.module.main()
+    assert "rollout " in sys.stdout.getvalue()
+    ascii_only = io.TextIOWrapper(io.BytesIO(), "ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", ascii_only)
+    script.module.say("outside 1 ± ε")
+    assert ascii_only.buffer.getvalue() == b"outside 1 ? ?\n"
 
 
 def test_train_raises(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import cli_helpers as cli
 import numpy as np
 import pytest
 import user_envs
-from cli_helpers import PPO, call, checkpoint_in, each_script, load, run, steps_done
+from cli_helpers import PPO, SMALL, call, checkpoint_in, each_script, load, run, steps_done
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 STATISTICS = {"": np.mean, "_std": np.std, "_min": np.min, "_max": np.max}
@@ -85,11 +85,20 @@ def test_folder_names(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
+WANDB = """
+import json, types
+def finish(exit_code=0):
+    open("finished.txt", "a").write(f"{exit_code} ")
+def init(**settings):
+    json.dump(settings, open("called.json", "w"))
+    return types.SimpleNamespace(finish=finish)
+"""
+
+
 @pytest.fixture
 def wandb(tmp_path, monkeypatch):
     """A module `wandb` that writes down how it is called. Returns what it wrote."""
-    lines = ["import json", "def init(**settings):", "    json.dump(settings, open('called.json', 'w'))"]
-    (tmp_path / "wandb.py").write_text("\n".join(lines))
+    (tmp_path / "wandb.py").write_text(WANDB)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     yield lambda: json.loads((tmp_path / "called.json").read_text())
@@ -109,6 +118,9 @@ def test_tracking(script, wandb, tmp_path):
     (tmp_path / "called.json").unlink()
     run(script, tmp_path, *flags, "--resume", path, total_timesteps=400)
     assert (wandb()["id"], wandb()["resume"]) == (first["id"], "allow")
+    kwargs = ["--env-kwargs", "fault='raise', at=300"]
+    assert call(script, tmp_path, "--env-id", script.env(), *SMALL, *flags, *kwargs).status == 1
+    assert (tmp_path / "finished.txt").read_text() == "0 0 1 ", "the next run of this process has its own"
 
 
 def test_tracking_that_is_refused(wandb, tmp_path):

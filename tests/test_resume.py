@@ -270,7 +270,8 @@ def test_no_checkpoint_is_not_finite(script, tmp_path):
     result = call(script, tmp_path, "--env-id", script.env(), *SMALL, *settings, "--env-kwargs", kwargs)
     assert result.status == 1
     assert "not finite" in result.err
-    assert result.err.count("\n") == 2, "one line, and how to resume"
+    assert result.err.count("\n") == 3, "one line, where it failed, and how to resume"
+    assert "--allow-unsafe" in cli.printed_command(result.err, "--resume"), "or it would be refused"
     path = checkpoint_in(tmp_path)
     assert 200 < steps_done(path) <= 400
     assert all(tensor.isfinite().all() for tensor in cli.tensors(load(path)))

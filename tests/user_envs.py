@@ -50,6 +50,9 @@ class Walk(gym.Env):
         self.render_mode = render_mode
         if fault == "tell" and multiprocessing.parent_process():
             Path("worker").touch()
+        if fault == "only one" and LOG["open"]:
+            raise RuntimeError("the simulator is in use")
+        LOG["open"].append(self)
 
     def observe(self):
         self.observation_space.seed(int(self.np_random.integers(2**31)))
@@ -105,6 +108,9 @@ class Walk(gym.Env):
             for path in Path("runs").glob("*/checkpoint.pt"):
                 LOG["saved"].append(path.stat().st_mtime)
         return obs, reward
+
+    def close(self):
+        LOG["open"] = [env for env in LOG["open"] if env is not self]
 
     def render(self):
         return np.full((32, 32, 3), 10 * len(self.rewards), np.uint8)
