@@ -60,7 +60,8 @@ def load_runs(paths: tuple[str, ...], tag: str) -> pd.DataFrame:
     """A row per run: env_id, experiment, seed, date, folder and curve. It prints what it skips, and why."""
     folders: set[Path] = set()
     for path in [Path(path) for pattern in paths for path in glob(pattern) or [pattern]]:
-        folders |= {file.parent for file in path.rglob("*tfevents*")} or {path}
+        files = [path] if path.is_file() else path.rglob("*tfevents*")
+        folders |= {file.parent for file in files} or {path}
     rows = []
     for folder in sorted(folders):
         curve = read_curve(folder, tag)
@@ -77,7 +78,14 @@ def load_runs(paths: tuple[str, ...], tag: str) -> pd.DataFrame:
     older = runs.duplicated(["env_id", "experiment", "seed"], keep="last")
     for folder in runs.folder[older]:
         print(f"skipped {folder}: a later run has its environment, experiment and seed", file=sys.stderr)
-    return runs[~older]
+    runs = runs[~older]
+    for _, group in runs.groupby(["env_id", "experiment"]):
+        ends = [curve.steps.max() for curve in group.curve]
+        for folder, end in zip(group.folder, ends, strict=True):
+            if end < 0.9 * max(ends):
+                text = f"{folder} ends after {end:,.0f} steps, another seed after {max(ends):,.0f}"
+                print(f"note: {text}; is it complete?", file=sys.stderr)
+    return runs
 
 
 def smooth(curve: pd.DataFrame, x: str, window: float, points: np.ndarray) -> np.ndarray:
@@ -102,8 +110,10 @@ def draw(runs: pd.DataFrame, args: Args) -> None:
             end = min(curve[args.x].max() for curve in group.curve)
             points = np.linspace(start, max(start, end), 500)
             lines = [smooth(curve, args.x, window, points) for curve in group.curve]
-            color, label = f"C{experiments.index(experiment)}", f"{experiment}, seeds: {len(group)}"
-            axes.plot(points, np.mean(lines, 0), color, marker="" if start < end else "o", label=label)
+            index, label = experiments.index(experiment), f"{experiment}, seeds: {len(group)}"
+            color, style = f"C{index % 6}", ("-", "--", ":", "-.")[index // 6 % 4]  # there are 6 colours
+            marker = "" if start < end else "o"
+            axes.plot(points, np.mean(lines, 0), color=color, linestyle=style, marker=marker, label=label)
             axes.fill_between(points, np.min(lines, 0), np.max(lines, 0), alpha=0.2, fc=color)
         smoothing = f"\nmean of the last {window:,.10g} {args.x}" if window else ""
         axes.set(title=env_id, xlabel=args.x, ylabel=args.tag + smoothing, xlim=(0, None))
@@ -125,7 +135,7 @@ def compare(runs: pd.DataFrame, args: Args) -> None:
     """Print each experiment's last values: their interquartile mean, with its 95% bootstrap interval."""
     random, table = np.random.default_rng(0), []
     for names, group in runs.groupby(["env_id", "experiment"]):
-        last = [curve.value[curve.steps > 0.9 * curve.steps.max()].mean() for curve in group.curve]
+        last = [curve.value[curve.steps >= 0.9 * curve.steps.max()].mean() for curve in group.curve]
         size, cut = len(last), len(last) // 4
         samples = np.vstack([last, random.choice(last, (10_000, size))])  # the runs, then resampled runs
         means = np.sort(samples)[:, cut : size - cut].mean(1)

@@ -81,10 +81,36 @@ def test_skipped_runs_are_named(runs, monkeypatch, capsys):
     write(runs / OURS.format(1, 1), [(1, 1.0), (2, np.nan), (3, 1.0)])  # later than seed 1 of the fixture
     (runs / "empty").mkdir()
     run(monkeypatch, "runs/*", "missing")
-    skipped = capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().err.splitlines()
+    skipped = [line for line in lines if not line.startswith("note: ")]
     assert [Path(line.split(": ")[0].removeprefix("skipped ")).name for line in skipped] == [
         "missing", OURS.format(4, 0), "empty", "no_run", OURS.format(1, 0),
     ]  # fmt: skip
+
+
+def test_a_shorter_run_is_named(runs, monkeypatch, capsys):
+    """It ends the line of its experiment, and counts as a seed."""
+    run(monkeypatch, "runs", "--compare")
+    note = f"note: runs/{OURS.format(3, 0)} ends after 800 steps, another seed after 1,000; is it complete?\n"
+    assert capsys.readouterr().err == note
+
+
+def test_a_file_is_a_run(runs, monkeypatch, capsys):
+    (file,) = Path("runs", OURS.format(1, 0)).iterdir()
+    run(monkeypatch, file, "--compare")
+    assert "1000" in capsys.readouterr().out.replace(",", "")
+
+
+def test_many_experiments_have_different_lines(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plot.plt.switch_backend("agg")
+    for name in "abcdefgh":
+        write(Path("runs", f"CartPole-v1__{name}__1__20260102-030405-000000"), [(1, 1.0), (2, 2.0)])
+    figures = []
+    monkeypatch.setattr(plot.plt, "savefig", lambda path: figures.append(plot.plt.gcf()))
+    run(monkeypatch, "runs/*")
+    (axes,) = figures[0].axes
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == 8
 
 
 def test_nothing_to_plot(tmp_path, monkeypatch, capsys):
@@ -106,7 +132,8 @@ def test_nothing_to_plot(tmp_path, monkeypatch, capsys):
 def test_bad_flags_are_refused_in_one_line(runs, monkeypatch, capsys, flags, line):
     with pytest.raises(SystemExit, match="2"):
         run(monkeypatch, "runs", *flags)
-    (printed,) = capsys.readouterr().err.splitlines()
+    *notes, printed = capsys.readouterr().err.splitlines()
+    assert all(note.startswith("note: ") for note in notes)
     assert printed.startswith(line)
 
 
