@@ -989,10 +989,6 @@ def parse_args(default: Args) -> Args:
     return Args(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
 
 
-# Windows has no SIGHUP.
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-
-
 def main() -> None:
     """The command line. Exit status: 0 done, 1 failed, 2 refused, 128 + n stopped by signal n."""
     for stream in (sys.stdout, sys.stderr):  # where a terminal has no γ, print something else
@@ -1020,8 +1016,10 @@ def main() -> None:
         elif args.evaluate:
             evaluate(Path(args.evaluate), args)
         else:
-            for number in SIGNALS:  # but not SIGHUP under nohup; shells let background jobs ignore SIGINT
-                if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+            for name in {"SIGINT", "SIGTERM", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP
+                number = getattr(signal, name)
+                # nohup ignores SIGHUP. Shells ignore SIGINT for background jobs, but that can be meant.
+                if name == "SIGINT" or signal.getsignal(number) != signal.SIG_IGN:
                     signal.signal(number, request_stop)
             train(args, stop)
     except (Refused, Diverged) as error:

@@ -612,8 +612,7 @@ def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: Stat
 
 def make_env(args: Args, **kwargs: Any) -> gym.Env:
     """One environment. To train on a class of your own, put `MyEnv()` in the place of `gym.make(...)`."""
-    reason, about = "the environment does not take this argument", "unexpected keyword argument"
-    bad_argument = refuse_errors(reason, TypeError, about=about)
+    bad_argument = refuse_errors("an argument does not fit", TypeError, about="unexpected keyword argument")
     with refuse_errors(f"cannot make {args.env_id}", gym.error.Error, ModuleNotFoundError), bad_argument:
         return gym.make(args.env_id, **parse_kwargs(args.env_kwargs), **kwargs)
 
@@ -1063,10 +1062,6 @@ def parse_args(default: Args) -> Args:
     return Args(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
 
 
-# Windows has no SIGHUP.
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-
-
 def main() -> None:
     """The command line. Exit status: 0 done, 1 failed, 2 refused, 128 + n stopped by signal n."""
     for stream in (sys.stdout, sys.stderr):  # where a terminal has no γ, print something else
@@ -1091,8 +1086,10 @@ def main() -> None:
         elif args.evaluate:
             evaluate(Path(args.evaluate), args)
         else:
-            for number in SIGNALS:  # but not SIGHUP under nohup; shells let background jobs ignore SIGINT
-                if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+            for name in {"SIGINT", "SIGTERM", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP
+                number = getattr(signal, name)
+                # nohup ignores SIGHUP. Shells ignore SIGINT for background jobs, but that can be meant.
+                if name == "SIGINT" or signal.getsignal(number) != signal.SIG_IGN:
                     signal.signal(number, request_stop)
             train(args, stop)
     except (Refused, Diverged) as error:

@@ -237,7 +237,7 @@ def test_a_policy_takes_what_training_takes(script, name, tmp_path):
 @each_script
 def test_an_environment_that_cannot_be_shown(script, tmp_path):
     """--capture-video is refused before training; without it, no command is printed that would fail."""
-    for name, word in (("Blind", "does not take this argument"), ("Dark", "cannot be rendered")):
+    for name, word in (("Blind", "an argument does not fit"), ("Dark", "cannot be rendered")):
         refused = cli.call(script, tmp_path, "--env-id", script.env(name), "--capture-video")
         cli.assert_refused(refused, tmp_path, word)
     done = run(script, tmp_path, env_id=script.env("Blind"), total_timesteps=300)
