@@ -1367,7 +1367,7 @@ def main() -> None:
         else:
             for name in {"SIGINT", "SIGTERM", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP
                 number = getattr(signal, name)
-                # nohup ignores SIGHUP. Shells ignore SIGINT for background jobs, but that can be meant.
+                # Ignore SIGHUP under nohup, but never SIGINT, which shells ignore for background jobs.
                 if name == "SIGINT" or signal.getsignal(number) != signal.SIG_IGN:
                     signal.signal(number, request_stop)
             train(args, stop)
