@@ -215,12 +215,6 @@ ABLATION = {  # label and flags, by name of the experiment
     "mujoco-but-no-anneal-lr": ("no learning-rate decay", "--no-anneal-lr"),
     "mujoco-but-width-256": ("networks of 256-256", "--hidden-size 256"),
 }
-FULL_LENGTH = {  # runs of some entries at the length and with the seeds of the table of returns
-    "mujoco-but-lambda-0.9": each(MUJOCO[:3], 3),
-    "mujoco-but-no-stagger": each(MUJOCO[:1], 3),
-    "mujoco-but-fixed-lr": each([("Humanoid-v5", 1_000_000)], 2),
-    "mujoco-but-no-floor": each([("InvertedDoublePendulum-v5", 1_000_000)], 5),
-}
 SCREENING = each(LOCOMOTION, 2, first=11)  # other seeds than those of the table of returns
 # The settings that the RL Zoo has tuned for version 4; Ant's are Stable-Baselines3's defaults, normalised.
 WIDE = {"net_arch": {"pi": [256, 256], "vf": [256, 256]}, "activation_fn": "ReLU", "log_std_init": -2}
@@ -249,26 +243,27 @@ RL_ZOO_MUJOCO: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SB3_MUJOCO = each([(env_id, 1_000_000) for env_id in RL_ZOO_MUJOCO], 3)
-OWN_FLAGS = {  # of two tasks, besides the defaults; by name of the experiment
-    "continuous-ant": ("Ant-v5", "--env-kwargs include_cfrc_ext_in_observation=False"),
-    "continuous-swimmer": ("Swimmer-v5", "--gamma 0.9999"),
+NO_FORCES = "--env-kwargs include_cfrc_ext_in_observation=False"
+OWN_FLAGS = {  # of two tasks, besides the defaults: task, label and flags, by name of the experiment
+    "continuous-ant": ("Ant-v5", "no contact forces", NO_FORCES),
+    "continuous-swimmer": ("Swimmer-v5", "`--gamma 0.9999`", "--gamma 0.9999"),
 }
 CONTINUOUS = [
     Experiment("continuous", "the defaults", "ppo_continuous.py", each(MUJOCO, 5, first=101), "--compile"),
-    Experiment("mujoco", "the defaults", "ppo_continuous.py", each(MUJOCO, 5) + SCREENING, "--compile"),
+    Experiment("mujoco", "the defaults", "ppo_continuous.py", SCREENING, "--compile"),
 ]
 CONTINUOUS += [
     Experiment(
         name,
-        f"`{flags}`",
+        label,
         "ppo_continuous.py",
         each([(env_id, 1_000_000)], 5, first=101),
         f"--compile {flags}",
     )
-    for name, (env_id, flags) in OWN_FLAGS.items()
+    for name, (env_id, label, flags) in OWN_FLAGS.items()
 ]
 CONTINUOUS += [
-    Experiment(name, label, "ppo_continuous.py", SCREENING + FULL_LENGTH.get(name, []), f"--compile {flags}")
+    Experiment(name, label, "ppo_continuous.py", SCREENING, f"--compile {flags}")
     for name, (label, flags) in ABLATION.items()
 ]
 CONTINUOUS += [

@@ -17,7 +17,19 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import torch
-from experiments import BREAKOUT, CLASSIC, EXPERIMENTS, HERE, MUJOCO, PONG, PUBLISHED, STUDIES, Study, Task
+from experiments import (
+    BREAKOUT,
+    CLASSIC,
+    EXPERIMENTS,
+    HERE,
+    MUJOCO,
+    OWN_FLAGS,
+    PONG,
+    PUBLISHED,
+    STUDIES,
+    Study,
+    Task,
+)
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from stored import curves, load
@@ -71,7 +83,7 @@ def learning_curves(
             if len(found):
                 draw_curve(axes, found, quantity, unit, label, order.index(label))
         if levels:
-            axes.axhline(levels[env_id], color=COLORS[1], linestyle="--", label="best published")
+            axes.axhline(levels[env_id], color="gray", linewidth=1, linestyle="--", label="best published")
         axes.set_title(env_id, fontsize="medium")
         axes.set_xlabel(unit)
         axes.set_yscale("log" if quantity == "kl" else "linear")
@@ -108,10 +120,12 @@ def classic_figure(results: pd.DataFrame) -> Figure:
 
 
 def mujoco_figure(results: pd.DataFrame) -> Figure:
-    """Continuous control, with the best published returns."""
+    """Continuous control beside Stable-Baselines3, with the best published returns."""
     panels = [(env_id, "return", STEPS) for env_id, _ in MUJOCO]
     levels = {env_id: best for env_id, (best, *_) in PUBLISHED.items()}
-    labels = {"mujoco": "ppo_continuous.py at its defaults, with sampled actions"}
+    labels = {"continuous": "ppo_continuous.py at its defaults"}
+    labels |= {"sb3-rl-zoo-mujoco": "Stable-Baselines3, RL Zoo's settings"}
+    labels |= dict.fromkeys(OWN_FLAGS, "ppo_continuous.py with flags for the task")
     return learning_curves(of_tasks(results, MUJOCO), labels, panels, 4, levels=levels)
 
 
