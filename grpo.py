@@ -238,9 +238,7 @@ class ScalarModel(nn.Module):
         """Outputs [B, L + 1]: before each token of the response, and after the last."""
         output = self.trunk(**model_inputs(batch.tokens, batch.attention))
         hidden = at_least_float32(output.last_hidden_state[:, -batch.mask.shape[1] - 1 :])
-        with torch.autocast(
-            hidden.device.type, enabled=False
-        ):  # in bfloat16, values from 16 to 32 are 1/8 apart
+        with torch.autocast(hidden.device.type, enabled=False):  # or 16.06 would be 16, as in bfloat16
             return self.head(hidden).squeeze(-1)
 
 
@@ -1525,12 +1523,12 @@ def check_args(args: Args) -> None:
             refuse(
                 value not in choices, f"--{name.replace('_', '-')} is {value}; it must be one of {choices}"
             )
+    one_for_all = args.device.startswith("cuda:") and world()[1] > 1
+    refuse(one_for_all, f"--device {args.device} is one GPU; with several processes, use --device cuda")
     with refuse_errors(f"--device {args.device} cannot be used; use cpu", RuntimeError, AssertionError):
         if args.device == "cuda" and "LOCAL_RANK" in os.environ:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # each process has a GPU of its own
         torch.zeros(1, device=args.device)
-    one_for_all = args.device.startswith("cuda:") and world()[1] > 1
-    refuse(one_for_all, f"--device {args.device} is one GPU; with several processes, use --device cuda")
     for kind, count in (("groups", args.group_size), ("minibatches", args.num_minibatches)):
         parts = count * world()[1]
         refuse(args.batch_size % parts, f"--batch-size must be a multiple of {kind} x processes = {parts}")

@@ -939,10 +939,8 @@ def test_a_kl_coefficient_that_is_no_longer_adapted(folder, tmp_path, monkeypatc
 def test_one_gpu_for_all_processes_is_refused(name, monkeypatch):
     script = importlib.import_module(name)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)  # the GPU is not there
-    args = script.Args(device="cuda:0", model="x", prompts="y", reward_model="z", learning_rate=1e-6)
     with pytest.raises(script.Refused, match="use --device cuda"):
-        script.check_args(args)
+        script.check_args(script.Args(device="cuda:0"))
 
 
 @pytest.mark.parametrize("kl_target", [None, 6.0])
