@@ -68,7 +68,7 @@ class Experiment:  # the comments are the texts of --help
     exp_name: str = Path(__file__).stem  # part of the run folder's name
     seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
     plan: bool = False  # only print what the run would do, and which advice it may give
-    resume: str | None = None  # resume from this checkpoint; other flags override its settings
+    resume: str | None = None  # resume from this checkpoint, replacing it; other flags override its settings
     evaluate: str | None = None  # only evaluate this checkpoint, greedily
     eval_episodes: int = 10  # games of an evaluation
     eval_max_steps: int = 27_000  # maximum steps per evaluation game; the ALE cuts it after 27,000
@@ -590,7 +590,7 @@ def make_envs(args: Args, num_envs: int, **kwargs: Any) -> VectorEnv:
     refuse(game not in games, f"the ALE has no game {game}; the closest names are {near}")
     settings: dict[str, Any] = {"num_envs": num_envs, "num_threads": min(count_threads(args), num_envs)}
     settings |= {"repeat_action_probability": args.sticky_actions, "reward_clipping": False}
-    settings |= {"autoreset_mode": AutoresetMode.NEXT_STEP}
+    settings |= {"autoreset_mode": AutoresetMode.NEXT_STEP, "episodic_life": False, "continuous": False}
     with refuse_errors(f"cannot make {args.env_id}", Exception):
         envs: Any = gym.make_vec(f"ALE/{game}-v5", **settings, **kwargs, **parse_kwargs(args.env_kwargs))
     shape = envs.single_observation_space.shape
@@ -606,7 +606,8 @@ def parse_kwargs(text: str) -> dict[str, Any]:
         if text.startswith("{"):
             return json.loads(text)
         call: Any = ast.parse(f"dict({text})", mode="eval").body
-        refuse(call.args, f"--env-kwargs is {text}; every argument needs a name, as in name=value")
+        unnamed = call.args or any(keyword.arg is None for keyword in call.keywords)
+        refuse(unnamed, f"--env-kwargs is {text}; every argument needs a name, as in name=value")
         return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
 
 
@@ -729,16 +730,17 @@ class Run(AbstractContextManager):
         self.path = Path(args.resume or Path("runs", re.sub(r"[^\w.-]+", "_", name), "checkpoint.pt"))
         trusted = ["--env-id", args.env_id] if ":" in args.env_id else []  # see `main`
         trusted += ["--allow-unsafe"] if args.allow_unsafe else []
-        self.resume = shlex.join([*PROGRAM, *trusted, "--resume", str(self.path)])
+        self.resume = shlex.join([*PROGRAM, *trusted, "--resume", self.path.as_posix()])
         folder = self.path.parent
         self.wandb: Any = None
         with refuse_errors(f"cannot start a run in {folder}", Exception):
             if args.track:
                 import wandb
 
+                name = folder.resolve().name
                 self.wandb = wandb.init(
                     project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
-                    name=folder.name, id=folder.name, resume="allow", sync_tensorboard=True,
+                    name=name, id=name, resume="allow", sync_tensorboard=True,
                 )  # fmt: skip
             # On --resume, TensorBoard drops what was logged after the checkpoint: nothing appears twice.
             self.writer: Any = SummaryWriter(str(folder), max_queue=1000, purge_step=state.global_step + 1)
@@ -821,7 +823,7 @@ class Run(AbstractContextManager):
         if not stop:
             returns = results["greedy_returns"] = evaluate(self.path, self.args)
             self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
-            say(f"curves     tensorboard --logdir {self.path.parent.parent}")
+            say(f"curves     tensorboard --logdir {shlex.quote(self.path.parent.parent.as_posix())}")
             say(f"watch      {self.resume.replace('--resume', '--evaluate')} --capture-video")
         more = "" if stop else f" --total-timesteps {2 * self.args.total_timesteps:.0f}"
         say(f"resume     {self.resume}{more}")
@@ -871,6 +873,7 @@ def restore(args: Args, agent: Agent, optimizer: Adam, state: State) -> None:
     with refuse_errors(f"{args.resume} does not fit these settings", RuntimeError):
         agent.load_state_dict(content["agent"])
     optimizer.load_state_dict(content["optimizer"])
+    seed_everything((args.seed + content["state"]["global_step"]) % 2**32)  # not the first episodes again
     torch.set_rng_state(content["random"])
     for name, value in content["state"].items():
         if getattr(args, name, None) == getattr(content["args"], name, None):
@@ -894,6 +897,8 @@ def load_policy(path: str | Path, device: str = "cpu") -> Callable:
 
     @torch.inference_mode()
     def policy(obs: Any, sample: bool = False) -> Any:
+        if np.shape(obs)[-3:] != (4, 84, 84):
+            raise ValueError(f"the policy takes observations [4, 84, 84], not {list(np.shape(obs))}")
         batch = torch.as_tensor(np.asarray(obs), device=device).reshape(-1, 4, 84, 84)
         noise = gumbel_noise(len(batch), agent.num_actions).to(device) if sample else 0.0
         actions = agent.act(batch, noise)[0].cpu().numpy()
@@ -970,6 +975,8 @@ def check_args(args: Args) -> None:
     few = device.startswith("cuda") and torch.cuda.device_count() < here > 1
     refuse(few, f"each of the {here} processes needs a GPU of its own; use --device cpu")
     refuse(device == "mps" and processes > 1, "--device mps is for one process; use --device cpu")
+    one_for_all = args.device.startswith("cuda:") and processes > 1
+    refuse(one_for_all, f"--device {args.device} is one GPU; with several processes, use --device cuda")
     with refuse_errors(f"--device {device} cannot be used; use cpu", RuntimeError, AssertionError):
         torch.zeros(1, device=device)
     if not args.allow_unsafe:
@@ -994,7 +1001,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # where a terminal has no γ, print something else
         with suppress(AttributeError):  # a notebook's streams have no encoding
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    PROGRAM[:] = [*(["uv", "run"] if "UV" in os.environ else ["python"]), sys.argv[0]]  # uv sets UV
+    runner = ["uv", "run"] if "UV" in os.environ else ["python"]  # uv sets UV
+    PROGRAM[:] = [*runner, Path(sys.argv[0]).as_posix()]
     stop: list[int] = []
     rank, _ = world()
 

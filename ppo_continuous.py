@@ -65,7 +65,7 @@ class Experiment:  # the comments are the texts of --help
     exp_name: str = Path(__file__).stem  # part of the run folder's name
     seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
     plan: bool = False  # only print what the run would do, and which advice it may give
-    resume: str | None = None  # resume from this checkpoint; other flags override its settings
+    resume: str | None = None  # resume from this checkpoint, replacing it; other flags override its settings
     evaluate: str | None = None  # only evaluate this checkpoint, greedily
     eval_episodes: int = 10  # episodes of an evaluation
     eval_max_steps: int = 10_000  # maximum steps per evaluation episode: some environments never end
@@ -578,8 +578,8 @@ def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: Stat
     settings: Any = {name: group[name] for name in ("eps", "weight_decay", "amsgrad", "maximize")}
     settings["beta1"], settings["beta2"] = group["betas"]
     # As tensors, the coefficients can change without compiling anew.
-    tensors: Any = [torch.tensor(getattr(state, name)) for name in COEFFICIENTS]
-    coefficients = State(*tensors)
+    tensors: Any = [torch.tensor(float(getattr(state, name))) for name in COEFFICIENTS]
+    coefficients: Any = make_dataclass("Coefficients", COEFFICIENTS)(*tensors)  # the rest would be constant
 
     def graph(batch: Batch) -> Tensor:
         loss, metrics = ppo_loss(agent, batch, args, coefficients)
@@ -617,9 +617,14 @@ def make_env(args: Args, **kwargs: Any) -> gym.Env:
         return gym.make(args.env_id, **parse_kwargs(args.env_kwargs), **kwargs)
 
 
-def rendering(args: Args) -> dict[str, Any]:
-    """Arguments of an environment that is recorded, if --capture-video is set."""
-    return {"render_mode": "rgb_array"} if args.capture_video else {}
+def make_recordable_env(args: Args) -> gym.Env:
+    """One environment, which can be recorded if --capture-video is set."""
+    if not args.capture_video:
+        return make_env(args)
+    env = make_env(args, render_mode="rgb_array")
+    shown = env.render_mode == "rgb_array" and "rgb_array" in env.metadata.get("render_modes", ())
+    refuse(not shown, f"--capture-video: {args.env_id} cannot be rendered")
+    return env
 
 
 def parse_kwargs(text: str) -> dict[str, Any]:
@@ -628,7 +633,8 @@ def parse_kwargs(text: str) -> dict[str, Any]:
         if text.startswith("{"):
             return json.loads(text)
         call: Any = ast.parse(f"dict({text})", mode="eval").body
-        refuse(call.args, f"--env-kwargs is {text}; every argument needs a name, as in name=value")
+        unnamed = call.args or any(keyword.arg is None for keyword in call.keywords)
+        refuse(unnamed, f"--env-kwargs is {text}; every argument needs a name, as in name=value")
         return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
 
 
@@ -644,8 +650,10 @@ def make_flat_env(args: Args, index: int) -> gym.Env:
 
     def flatten(obs: Any) -> Any:
         flat = gym.spaces.flatten(space, obs)
-        if len(flat) != size:
-            raise ValueError(f"environment {index} returned {len(flat)} numbers; its space has {size}")
+        right = len(flat) == size and (space.shape is None or np.shape(obs) == space.shape)
+        if not right:
+            found = f"an observation of shape {np.shape(obs)}, with {len(flat)} numbers"
+            raise ValueError(f"environment {index} returned {found}; its space is {space}")
         return flat
 
     return gym.wrappers.TransformObservation(env, flatten, gym.spaces.flatten_space(space))
@@ -673,11 +681,9 @@ def make_envs(args: Args) -> VectorEnv:
     --async-envs, have one each. Raises `Refused` for an environment that this script cannot train on.
     """
     refuse(args.env_id.startswith("ALE/"), f"{args.env_id} is an Atari game: use ppo_atari.py")
-    env = make_env(args, **rendering(args))
+    env = make_recordable_env(args)
     env.close()
-    shown = env.render_mode == "rgb_array" and "rgb_array" in env.metadata.get("render_modes", ())
-    refuse(args.capture_video and not shown, f"--capture-video: {args.env_id} cannot be rendered")
-    obs, actions, spec = env.observation_space, env.action_space, env.unwrapped.spec
+    obs, actions, spec = env.observation_space, env.action_space, env.spec
     image = len(obs.shape or ()) > 1 and obs.dtype == np.uint8
     refuse(image, f"{args.env_id} has images as observations, which are supported for Atari games only")
     other = ": use ppo.py" if isinstance(actions, gym.spaces.Discrete) else ""
@@ -686,13 +692,20 @@ def make_envs(args: Args) -> VectorEnv:
     with refuse_errors(f"its observations do not flatten to a vector: {obs}", NotImplementedError):
         refuse(not obs.is_np_flattenable, f"its observations do not flatten to a vector: {obs}")
     vector = isinstance(obs, gym.spaces.Box) and len(obs.shape) == 1
-    if spec and spec.vector_entry_point and vector and not args.async_envs:
-        envs = gym.make_vec(args.env_id, args.num_envs, **parse_kwargs(args.env_kwargs))
-        if envs.metadata.get("autoreset_mode") is AutoresetMode.NEXT_STEP:
-            return envs
+    if spec and spec.vector_entry_point and vector and not args.async_envs and is_as_registered(spec):
+        kwargs = {name: value for name, value in spec.kwargs.items() if name != "render_mode"}
+        with suppress(TypeError):  # it may not take all arguments
+            envs = gym.make_vec(spec.id, args.num_envs, **kwargs)
+            if envs.metadata.get("autoreset_mode") is AutoresetMode.NEXT_STEP:
+                return envs
     vectorize = AsyncVectorEnv if args.async_envs else SyncVectorEnv
     makers = [partial(StaggeredEnv, args, index) for index in range(args.num_envs)]
     return vectorize(makers, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
+
+
+def is_as_registered(spec: Any) -> bool:
+    """Whether an environment has no wrappers or time limit that its vector version would lack."""
+    return not spec.additional_wrappers and spec.max_episode_steps == gym.spec(spec.id).max_episode_steps
 
 
 def check_finite(rollout: Rollout) -> None:
@@ -799,16 +812,17 @@ class Run(AbstractContextManager):
         self.path = Path(args.resume or Path("runs", re.sub(r"[^\w.-]+", "_", name), "checkpoint.pt"))
         trusted = ["--env-id", args.env_id] if ":" in args.env_id else []  # see `main`
         trusted += ["--allow-unsafe"] if args.allow_unsafe else []
-        self.resume = shlex.join([*PROGRAM, *trusted, "--resume", str(self.path)])
+        self.resume = shlex.join([*PROGRAM, *trusted, "--resume", self.path.as_posix()])
         folder = self.path.parent
         self.wandb: Any = None
         with refuse_errors(f"cannot start a run in {folder}", Exception):
             if args.track:
                 import wandb
 
+                name = folder.resolve().name
                 self.wandb = wandb.init(
                     project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
-                    name=folder.name, id=folder.name, resume="allow", sync_tensorboard=True,
+                    name=name, id=name, resume="allow", sync_tensorboard=True,
                 )  # fmt: skip
             # On --resume, TensorBoard drops what was logged after the checkpoint: nothing appears twice.
             self.writer: Any = SummaryWriter(str(folder), max_queue=1000, purge_step=state.global_step + 1)
@@ -827,7 +841,9 @@ class Run(AbstractContextManager):
         if is_terminal():
             say("")
         if not error:
-            self.envs.close()
+            stopped_workers = (EOFError, ConnectionError) if self.stop else ()
+            with suppress(*stopped_workers):  # a signal to all processes has ended them
+                self.envs.close()
             return False
         processes = getattr(self.envs.unwrapped, "processes", ())
         for process in processes:  # they may be dead, or hang
@@ -899,7 +915,7 @@ class Run(AbstractContextManager):
         if not stop:
             returns = results["greedy_returns"] = evaluate(self.path, self.args)
             self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
-            say(f"curves     tensorboard --logdir {self.path.parent.parent}")
+            say(f"curves     tensorboard --logdir {shlex.quote(self.path.parent.parent.as_posix())}")
             if "rgb_array" in self.envs.metadata.get("render_modes", ()):
                 say(f"watch      {self.resume.replace('--resume', '--evaluate')} --capture-video")
         more = "" if stop else f" --total-timesteps {2 * self.args.total_timesteps:.0f}"
@@ -950,6 +966,7 @@ def restore(args: Args, agent: Agent, optimizer: Adam, state: State) -> None:
     with refuse_errors(f"{args.resume} does not fit these settings", RuntimeError):
         agent.load_state_dict(content["agent"])
     optimizer.load_state_dict(content["optimizer"])
+    seed_everything((args.seed + content["state"]["global_step"]) % 2**32)  # not the first episodes again
     torch.set_rng_state(content["random"])
     for name, value in content["state"].items():
         if getattr(args, name, None) == getattr(content["args"], name, None):
@@ -982,6 +999,8 @@ def load_policy(path: str | Path, device: str = "cpu", trusted: str = "") -> Cal
         single = isinstance(part_obs, str) or np.shape(part_obs) == part.shape
         batch = [obs] if single else gym.vector.utils.iterate(gym.vector.utils.batch_space(space), obs)
         flat = np.stack([np.asarray(gym.spaces.flatten(space, item)) for item in batch])
+        if flat.shape[1] != len(agent.normalised):
+            raise ValueError(f"the policy takes {len(agent.normalised)} numbers, not {flat.shape[1]}")
         noise = torch.randn(len(flat), agent.action_size).to(device) if sample else 0.0
         actions = agent.env_actions(agent.act(flat, noise)[0].cpu().numpy())
         return actions[0] if single else actions
@@ -992,10 +1011,12 @@ def load_policy(path: str | Path, device: str = "cpu", trusted: str = "") -> Cal
 def evaluate(path: Path, args: Args) -> np.ndarray:
     """Play --eval-episodes episodes with the most likely actions; print and return their returns."""
     policy = load_policy(path, args.device, trusted=args.env_id)
-    env = make_env(args, **rendering(args))
+    env = make_recordable_env(args)
     if args.capture_video:
         env = gym.wrappers.RecordVideo(env, str(path.parent / "videos"), lambda episode: True)
-    seed, returns = seed_everything(args.seed) + 2**31, np.zeros(args.eval_episodes)  # not those of training
+    seed = seed_everything(args.seed) + 2**31
+    seed_everything(seed)  # episodes that training has not seen, even if they come from a global generator
+    returns = np.zeros(args.eval_episodes)
     for episode in range(args.eval_episodes):
         obs, _ = env.reset(seed=seed + episode)
         for _ in range(args.eval_max_steps):
@@ -1033,7 +1054,7 @@ def check_args(args: Args) -> None:
             refuse(wrong, f"--{name.replace('_', '-')} is {value}; it must be from {low:g} to {high:g}")
     size, clip = args.num_envs * args.num_steps, args.surrogate == "clip"
     refuse(2 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 2}, half a rollout")
-    wasted = args.norm_obs and args.total_timesteps <= size
+    wasted = args.norm_obs and not args.resume and args.total_timesteps <= size
     refuse(wasted, f"--total-timesteps must be above {size}: the first {size} steps only set the normalisers")
     refuse(args.min_log_std > args.init_log_std, "--min-log-std must be at most --init-log-std")
     refuse(args.adapt == "clip-coef" and not clip, "--adapt clip-coef needs --surrogate clip")
@@ -1067,7 +1088,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # where a terminal has no γ, print something else
         with suppress(AttributeError):  # a notebook's streams have no encoding
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    PROGRAM[:] = [*(["uv", "run"] if "UV" in os.environ else ["python"]), sys.argv[0]]  # uv sets UV
+    runner = ["uv", "run"] if "UV" in os.environ else ["python"]  # uv sets UV
+    PROGRAM[:] = [*runner, Path(sys.argv[0]).as_posix()]
     stop: list[int] = []
 
     def request_stop(number: int, _: Any) -> None:
@@ -1093,11 +1115,12 @@ def main() -> None:
                     signal.signal(number, request_stop)
             train(args, stop)
     except (Refused, Diverged) as error:
-        for process in multiprocessing.active_children():  # of environments
-            process.kill()
         notes = getattr(error, "__notes__", [])
         print(f"{Path(sys.argv[0]).name}: {error}", *notes, sep="\n", file=sys.stderr)
         sys.exit(2 if isinstance(error, Refused) else 1)
+    finally:
+        for process in multiprocessing.active_children():  # of environments, if not all could be made
+            process.kill()
     if stop:
         sys.exit(128 + stop[0])
 

@@ -10,9 +10,10 @@
 
 Without --model, it makes a task on the spot: a small transformer learns to write reviews, a reward model
 learns from the choices of a simulated human, and PPO trains the first with the scores of the second. The
-optimal policy of this task is known, and the run ends by saying how close it came. With --model, it trains a
-model of the transformers library (to be installed) on your prompts: lines of JSON such as {"prompt": "..."}.
-A reward function takes two lists of texts, prompts and responses, and returns as many scores.
+best policy over all likely responses is known, and the run ends by saying how close it came. With --model, it
+trains a model of the transformers library (to be installed) on your prompts: lines of JSON such as
+{"prompt": "..."}. A reward function takes two lists of texts, prompts and responses, and returns as many
+scores.
 
   [PPO]     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   [GAE]     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
@@ -71,7 +72,7 @@ from torch.utils.tensorboard import SummaryWriter
 class Experiment:  # the comments are the texts of --help
     seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
     plan: bool = False  # only print what the run would do, and which advice it may give
-    resume: str | None = None  # resume from this checkpoint; other flags override its settings
+    resume: str | None = None  # resume from this checkpoint, replacing it; other flags override its settings
     checkpoint_seconds: float = 600.0  # time between checkpoints; there is one at the start and the end, too
 
 
@@ -93,7 +94,9 @@ class Algorithm:
     batch_size: int = 256  # B: prompts per iteration, over all processes; each gets one response
     update_epochs: int = 2  # K: passes over each batch
     num_minibatches: int = 4  # minibatches per epoch, one gradient step each
-    micro_batch_size: int = 64  # responses per forward pass and call of a reward function: saves memory
+    micro_batch_size: int = (
+        64  # responses per forward pass, but in sampling, and per call of a reward function
+    )
     learning_rate: float = 1e-3  # Adam's step size, decayed linearly to 0; for real models, 1e-6 to 1e-5
     kl_coef: float = 0.1  # β: weight of the KL divergence from the reference in the reward
     kl_target: float | None = None  # adapt β to keep this divergence, in nats per response
@@ -463,6 +466,7 @@ def collect(models: Models, args: Args, state: State) -> tuple[Batch, dict[str, 
     advantages, returns = compute_gae(rewards, values, mask, args.gae_lambda)
     batch = Batch(*responses, log_probs, values, whiten(advantages, mask), returns, scores)
 
+    mismatch = ((sampled_log_probs - log_probs) * mask).abs()
     surprise = -(ref_log_probs * mask).sum(1) / mask.sum(1)  # in nats per token
     limit = state.first.get("objective/surprise_limit", surprise.quantile(0.99).item())
     stops = ends_with_stop(responses, models.stop_tokens)
@@ -478,15 +482,16 @@ def collect(models: Models, args: Args, state: State) -> tuple[Batch, dict[str, 
     }
     if not args.model:
         per_response["eval/gold"] = tastes(models.tokenizer, responses)
-    metrics = {name: masked_mean(x, torch.ones_like(scores)).item() for name, x in per_response.items()}
+    one = torch.ones_like(scores)
+    metrics = {name: masked_mean(x, one).item() for name, x in per_response.items()}
     error, spread = (masked_mean((x - masked_mean(x, mask)).square(), mask) for x in (advantages, returns))
     return batch, metrics | {
         "objective/surprise_limit": limit,
         "objective/kl_coef": state.kl_coef,
-        "objective/scores_std": (scores - scores.mean()).square().mean().sqrt().item(),
+        "objective/scores_std": masked_mean((scores - masked_mean(scores, one)).square(), one).sqrt().item(),
         "policy/entropy_avg": masked_mean(entropies, mask).item(),
         "val/explained_variance": 1 - (error / (spread + 1e-8)).item(),
-        "val/sampling_mismatch": ((sampled_log_probs - log_probs) * mask).abs().max().item(),
+        "val/sampling_mismatch": max_over_processes(mismatch.max()).item(),
         "val/num_eos_tokens": sum_over_processes(stops.sum()).item(),
     }
 
@@ -626,6 +631,13 @@ def sum_over_processes(x: Tensor) -> Tensor:
     """The sum over all processes, in place."""
     if dist.is_initialized():
         dist.all_reduce(x)
+    return x
+
+
+def max_over_processes(x: Tensor) -> Tensor:
+    """The maximum over all processes, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(x, dist.ReduceOp.MAX)
     return x
 
 
@@ -877,18 +889,20 @@ def enumerate_responses(
 
 
 @torch.no_grad()
-def compare_with_optimum(models: Models, args: Args, kl_coef: float) -> dict[str, float]:
+def compare_with_optimum(models: Models, args: Args, kl_coef: float, floor: float = 1e-5) -> dict[str, float]:
     """How close the actor is to the policy that maximises J = E[r] - β KL(π ‖ π_ref), as means over prompts.
 
     The optimum is π*(y|x) = π_ref(y|x) exp(r(x, y) / β) / Z(x), with J* = β log Z ([DPO], equation 4). Every
-    policy has J* - J = β KL(π ‖ π*). The sums are over the responses that are likely under the reference or
-    the actor. Others count as if their score and KL were 0; the actor's share of them is `left_out`.
+    policy has J* - J = β KL(π ‖ π*). The sums are over the responses whose beginnings have a probability
+    above `floor` under the reference or the actor. Rarer ones with high scores would raise J*, so the share
+    is an upper bound. All others count as if their score and KL were 0; `left_out` is the actor's share of
+    them.
     """
     models.eval()
     totals = []
     for prompt, mask in zip(*models.prompts, strict=True):
         policies = models.reference, models.actor
-        responses, log_probs = enumerate_responses(policies, prompt[mask], models.tokenizer, args)
+        responses, log_probs = enumerate_responses(policies, prompt[mask], models.tokenizer, args, floor)
         rewards = score(models, responses, args).double()
         optimal = log_probs[0] + rewards / kl_coef
         log_z = torch.logsumexp(optimal, 0)
@@ -940,7 +954,7 @@ def load_pretrained(args: Args) -> Models:
     frozen = [reference, *([reward_model.trunk] if reward_model else [])]
     context = min(map(longest_input, frozen))
     prompts = read_prompts(args)
-    head = zero_head(reference.config.get_text_config().hidden_size)
+    head = zero_head(reference.get_output_embeddings().weight.shape[1])
     if args.share_critic:
         critic = ScalarModel(actor.base_model, head)
     elif reward_model:
@@ -990,11 +1004,11 @@ def make_trainable(frozen: nn.Module, args: Args, task: str | None = None) -> An
     """A copy of a network, to be trained in float32. With LoRA, it shares the frozen weights."""
     shared = {id(p): p for p in frozen.parameters()} if args.lora_rank else {}
     network: Any = copy.deepcopy(frozen, shared)
-    for module in network.modules():  # dropout would make the first ratio differ from 1
+    for module in network.modules():  # with dropout or noise, the first ratio is not 1
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
                 setattr(module, name, 0.0)
     if args.gradient_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
@@ -1070,7 +1084,7 @@ ADVICE = [  # name; after so many iterations in a row; in which this holds (see 
      "over 20% of responses have no stop token: raise --max-response-length or --missing-eos-penalty"),
     ("mismatch", 1, lambda m: m["val/sampling_mismatch"] > (0.1 if m["bfloat16"] else 1e-4),
      "sampling and learning differ in log-probabilities: check temperature, padding and positions"),
-    ("ratio", 1, lambda m: m["val/first_approxkl"] > 1e-6,
+    ("ratio", 1, lambda m: m["val/first_approxkl"] > (1e-3 if m["bfloat16"] else 1e-6),
      "the ratio is not 1 before the first gradient step: is dropout on?"),
     ("entropy", 10, lambda m: m["policy/entropy_avg"] < 0.4 * m["first"]["policy/entropy_avg"],
      "entropy below 40% of the first: responses become all alike; raise --kl-coef"),
@@ -1143,7 +1157,7 @@ class Run(AbstractContextManager):
         trusted = ["--reward-function", args.reward_function] if args.reward_function else []  # see SAVED
         _, processes = world()
         runner = ["torchrun", "--nproc-per-node", str(processes)] if processes > 1 else PROGRAM[:-1]
-        self.resume = shlex.join([*runner, PROGRAM[-1], *trusted, "--resume", str(self.path)])
+        self.resume = shlex.join([*runner, PROGRAM[-1], *trusted, "--resume", self.path.as_posix()])
         folder = self.path.parent
         with refuse_errors(f"cannot start a run in {folder}", Exception):
             # On --resume, TensorBoard drops what was logged after the checkpoint: nothing appears twice.
@@ -1217,7 +1231,7 @@ class Run(AbstractContextManager):
         elif not stopped:
             results |= self.compare()
         if not stopped:
-            say(f"curves     tensorboard --logdir {self.path.parent.parent}")
+            say(f"curves     tensorboard --logdir {shlex.quote(self.path.parent.parent.as_posix())}")
         more = "" if stopped else f" --total-episodes {2 * self.args.total_episodes:.0f}"
         say(f"resume     {self.resume}{more}")
         self.writer.close()
@@ -1233,7 +1247,7 @@ class Run(AbstractContextManager):
             score = objective + kl_coef * kl
             say(f"{name:<10} {objective:+.3f} = score {score:.3f} - {kl_coef:g} x KL {kl:.3f}")
         share, left_out = results["share_of_optimum"], results["left_out"]
-        report(f"share      {share:.1%} of the optimum's gain; {left_out:.1%} of responses left out", start)
+        report(f"share      {share:.1%} of the best gain on likely responses; {left_out:.1%} left out", start)
         return results
 
 
@@ -1267,7 +1281,7 @@ def saved_weights(models: Models, args: Args) -> dict[str, Tensor]:
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """The content of a checkpoint. Other people's are safe to load: nothing in them is executed."""
     with refuse_errors(f"{path} cannot be loaded as a checkpoint of this script", Exception):
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=os.name != "nt")
         refuse(content["format"] != FORMAT, f"its format is {content['format']}, not {FORMAT}")
         content["args"] = Args(**{name: content["args"][name] for name in SAVED})
     return content
@@ -1347,7 +1361,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # where a terminal has no β, print something else
         with suppress(AttributeError):  # a notebook's streams have no encoding
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    PROGRAM[:] = [*(["uv", "run"] if "UV" in os.environ else ["python"]), sys.argv[0]]  # uv sets UV
+    runner = ["uv", "run"] if "UV" in os.environ else ["python"]  # uv sets UV
+    PROGRAM[:] = [*runner, Path(sys.argv[0]).as_posix()]
     stop: list[int] = []
 
     def request_stop(number: int, _: Any) -> None:

@@ -182,6 +182,8 @@ REFUSALS = {
     "--env-kwargs img_width=80": "(4, 84, 80)",
     "--env-kwargs no_such_argument=1": "no_such_argument",
     "--env-kwargs num_envs=3": "num_envs",
+    "--env-kwargs episodic_life=True": "episodic_life",
+    "--env-kwargs continuous=True": "continuous",
     "--num-minibatches 513": "--num-minibatches must be at most 512",
     "--sticky-actions 1.5": "--sticky-actions is 1.5",
     "--num-steps 7": "--num-steps is 7",
@@ -530,6 +532,9 @@ def test_a_policy_its_evaluation_and_a_video(tmp_path):
         log_policy, _ = agent(torch.from_numpy(obs))
     greedy = log_policy.argmax(-1).tolist()
     assert policy(obs).tolist() == [policy(one) for one in obs] == greedy
+    for other in (obs.transpose(0, 2, 3, 1), obs[0, :2], obs[:2].reshape(8, 84, 84)):
+        with pytest.raises(ValueError, match="the policy takes observations"):
+            policy(other)
     samples = np.bincount(policy(np.repeat(obs[:1], 2000, 0), sample=True), minlength=9) / 2000
     np.testing.assert_allclose(samples, log_policy[0].exp(), atol=0.05)
 

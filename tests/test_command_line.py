@@ -81,6 +81,7 @@ REFUSALS = {  # of the whole command; each is in ppo.py, and most are in all
     "--env-kwargs =2": "--env-kwargs",
     "--env-kwargs {": "--env-kwargs",
     "--env-kwargs size=print": "--env-kwargs",
+    "--env-kwargs **{'size':1}": "every argument needs a name",
 }
 
 

@@ -34,6 +34,8 @@ SPACES = "vector", "discrete", "dict", "tuple", "text"
         ("NativeNextStep", {}, user_envs.Native),
         ("NativeSameStep", {}, SyncVectorEnv),
         ("NativeNextStep", {"env_kwargs": "observation='dict'"}, SyncVectorEnv),
+        ("NativeNextStep", {"env_kwargs": "max_episode_steps=5"}, SyncVectorEnv),
+        ("NativeNextStep", {"env_kwargs": "disable_env_checker=True"}, user_envs.Native),
     ],
 )
 def test_environments_reset_in_the_next_step(script, name, settings, kind, tmp_path):
@@ -53,6 +55,20 @@ def test_observations_that_flatten(script, name, tmp_path):
     agent = load(checkpoint_in(tmp_path))["agent"]
     assert agent["normalised"].sum() == {"discrete": 0, "text": 6}.get(name, 3)
     assert len(agent["normalised"]) == gym.spaces.flatdim(user_envs.OBSERVATIONS[name])
+
+
+@each_script
+def test_a_vector_version_does_not_replace_wrappers(script, tmp_path, monkeypatch):
+    """What a user's `make_env` wraps an environment in is part of training, too."""
+    make_env = script.module.make_env
+
+    def wrapped(args, **kwargs):
+        return gym.wrappers.TransformReward(make_env(args, **kwargs), lambda reward: reward + 1000)
+
+    monkeypatch.setattr(script.module, "make_env", wrapped)
+    monkeypatch.chdir(tmp_path)
+    results = script.module.train(script.args(env_id=script.env("NativeNextStep"), total_timesteps=300))
+    assert results["training_return"] > 1000
 
 
 UNSUITED = {  # script, environment and arguments: what the refusal says, and must not say
@@ -151,6 +167,15 @@ def test_a_worker_fails(fault, tmp_path):
         assert "RuntimeError: the simulator of seed" in result.err
 
 
+@pytest.mark.slow
+def test_a_worker_cannot_start(tmp_path):
+    """The others end, too, and its exception is shown."""
+    flags = ["--env-id", PPO.env(), "--async-envs", "--env-kwargs", "fault='third'"]
+    result = cli.shell(PPO, tmp_path, *flags)
+    assert result.status == 1
+    assert "RuntimeError: there are two licences" in result.err
+
+
 @each_script
 @pytest.mark.parametrize(
     ("fault", "words"),
@@ -158,7 +183,8 @@ def test_a_worker_fails(fault, tmp_path):
         ("nan start", ["environment ", "not finite", "nan"]),
         ("nan observation", ["environment ", "not finite", "step", "nan"]),
         ("nan reward", ["environment ", "not finite", "step", "reward nan"]),
-        ("shape", ["environment ", "4 numbers", "space has 3"]),
+        ("shape", ["environment ", "4 numbers", "its space is Box", "(3,)"]),
+        ("column", ["environment ", "shape (3, 1)", "its space is Box", "(3,)"]),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -243,6 +269,25 @@ def test_an_environment_that_cannot_be_shown(script, tmp_path):
     done = run(script, tmp_path, env_id=script.env("Blind"), total_timesteps=300)
     assert "--resume" in done.out
     assert "--capture-video" not in done.out
+
+
+@each_script
+def test_a_policy_refuses_other_observations(script, tmp_path):
+    """Those of another length are not broadcast."""
+    policy, _, _ = policy_of(script, tmp_path, "vector")
+    for shape in ((1,), (4,), (5, 1), (3, 1)):
+        with pytest.raises(ValueError, match="the policy takes 3 numbers, not"):
+            policy(np.ones(shape, np.float32))
+
+
+@each_script
+def test_an_evaluation_that_cannot_be_shown(script, tmp_path):
+    """One line, too."""
+    run(script, tmp_path, env_id=script.env("Dark"), total_timesteps=300)
+    flags = ["--env-id", script.env("Dark"), "--evaluate", checkpoint_in(tmp_path), "--capture-video"]
+    refused = call(script, tmp_path, *flags)
+    assert (refused.status, refused.err.count("\n")) == (2, 1), refused.err
+    assert "cannot be rendered" in refused.err
 
 
 @cli.each_script_fast

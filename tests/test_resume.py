@@ -1,6 +1,7 @@
 """Checkpoints: what they hold, when they are written, and that a run that was stopped or killed resumes."""
 
 import os
+import random
 import resource
 import shutil
 import signal
@@ -10,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import cli_helpers as cli
+import numpy as np
 import pytest
 import torch
 import user_envs
@@ -152,6 +154,23 @@ def test_resumed_environments_do_not_replay_episodes(script, tmp_path):
         assert len(starts[i]) > 20
         for j in range(i):
             assert len(starts[i] & starts[j]) <= 3, "only those of the evaluation may be the same"
+
+
+@each_script
+def test_global_generators_do_not_replay_episodes(script, tmp_path, monkeypatch):
+    """Nor where environments draw from Python's and NumPy's."""
+
+    def draw(walk):
+        return np.full(3, (random.random() + np.random.random()) / 2, np.float32)  # noqa: NPY002
+
+    monkeypatch.setattr(user_envs.Walk, "observe", draw)
+    path, starts = trained(script, tmp_path), []
+    for steps in (1200, 1800):
+        starts.append(set(user_envs.LOG["starts"]))
+        assert len(starts[-1]) == len(user_envs.LOG["starts"]), "the evaluation repeats episodes of training"
+        resume(script, path, total_timesteps=steps)
+    assert len(starts[0]) > 20
+    assert len(starts[0] & starts[1]) <= 3, "only those of the evaluation may be the same"
 
 
 ADAPTED = {  # what is adapted: flags, and the factor of a step
@@ -390,6 +409,28 @@ def test_a_signal_ends_spawned_worker_processes(tmp_path):
     kwargs = f"fault='signal group', at=40, number={int(signal.SIGTERM)}"
     flags = ["--env-id", PPO.env(), "--env-kwargs", kwargs, "--async-envs", *SMALL]
     words = [sys.executable, "start.py", *map(str, flags), "--total-timesteps", "1e6"]
+    paths = os.pathsep.join([str(cli.ROOT), str(cli.ROOT / "tests")])
+    result = cli.finish(cli.start(tmp_path, words, PYTHONPATH=paths))
+    assert (result.status, result.err) == (143, "")
+    assert "--resume" in result.out.splitlines()[-1]
+    assert 0 < steps_done(checkpoint_in(tmp_path)) <= SIZE
+
+
+@pytest.mark.slow
+def test_a_signal_ends_worker_processes_while_the_policy_learns(tmp_path):
+    """They cannot be closed any more; nothing is lost."""
+    patch = """
+def update(*arguments):
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(1)
+    return ppo_update(*arguments)
+
+import os, signal, time
+ppo_update, ppo.update = ppo.update, update
+if __name__"""
+    (tmp_path / "start.py").write_text(START.replace("if __name__", patch))
+    flags = ["--env-id", PPO.env(), "--async-envs", *SMALL, "--total-timesteps", "1e6"]
+    words = [sys.executable, "start.py", *map(str, flags)]
     paths = os.pathsep.join([str(cli.ROOT), str(cli.ROOT / "tests")])
     result = cli.finish(cli.start(tmp_path, words, PYTHONPATH=paths))
     assert (result.status, result.err) == (143, "")

@@ -137,6 +137,14 @@ def test_optimum_satisfies_its_identity(everything):
     assert result["identity"] == pytest.approx(0, abs=1e-12)
     assert result["objective_optimum"] == pytest.approx(optimum.item(), abs=1e-10)
     assert result["objective_actor"] == pytest.approx(objective.item(), abs=1e-10)
+    floor = 0.02  # the optimum over the responses above it is a lower bound
+    kept = torch.maximum(log_probs, ref_log_probs).exp() > floor
+    rough = rlhf.compare_with_optimum(models, args, BETA, floor)
+    expected = BETA * torch.logsumexp((ref_log_probs + scores / BETA)[kept], 0)
+    assert kept.sum() < len(kept)
+    assert rough["objective_optimum"] == pytest.approx(expected.item(), abs=1e-10)
+    assert rough["objective_optimum"] < result["objective_optimum"]
+    assert rough["left_out"] == pytest.approx(1 - log_probs[kept].exp().sum().item(), abs=1e-10)
 
 
 def test_gae_is_a_double_sum():
@@ -549,6 +557,15 @@ def test_advice(name):
         assert not any(advice_over(row * 3))
 
 
+def test_ratio_in_bfloat16():
+    """Rounding makes it differ from 1 a little."""
+    for value, said in ((1e-5, False), (1e-2, True)):
+        metrics = HEALTHY | {"val/first_approxkl": value}
+        state = rlhf.State(1e-4, 0.1, first=HEALTHY)
+        messages = rlhf.diagnose(metrics, rlhf.Args(bfloat16=True), state)
+        assert any("[ratio]" in message for message in messages) == said
+
+
 def test_healthy_metrics_get_no_advice():
     almost = {
         "objective/surprise": 0.04,
@@ -795,16 +812,22 @@ def test_a_first_token_that_a_chat_template_has_written():
     assert [row[seen].tolist() for row, seen in zip(tokens, mask, strict=True)] == [[7, 2], [7, 2, 3]]
 
 
-@pytest.mark.parametrize("kind", ["OPT", "Falcon"])
+OTHER_MODELS = {  # what is special in them
+    "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 16, "do_layer_norm_before": False},  # narrower embeddings
+    "Falcon": {},  # dropout as modules, where others have numbers
+    "Phimoe": {"intermediate_size": 64, "num_key_value_heads": 1, "num_local_experts": 4},  # noisy routers
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_MODELS)
 def test_dropout_of_other_models_is_off(folder, tmp_path, monkeypatch, kind):
-    """OPT has it as numbers, Falcon as modules where others have numbers."""
+    """And noise, too: before the first gradient step, the ratio is 1."""
     transformers = pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(folder)
     sizes = {"vocab_size": 29, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    more = {"word_embed_proj_dim": 32} if kind == "OPT" else {}
     config = getattr(transformers, f"{kind}Config")(
-        ffn_dim=64, max_position_embeddings=32, attention_dropout=0.1, **sizes, **more
+        max_position_embeddings=32, attention_dropout=0.1, **sizes, **OTHER_MODELS[kind]
     )
     shutil.copytree(folder / "llama", tmp_path / "model")
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")

@@ -402,7 +402,7 @@ def test_changed_networks_act_and_learn(case):
 def test_compiled_steps_are_those_of_eager(case, first):
     """The same parameters, moments and metrics; other sizes and coefficients compile nothing anew."""
     penalty = {"surrogate": "kl-penalty", "min_log_std": -0.5} if case is CONTINUOUS else {}
-    args = case.make_args(max_grad_norm=0.3, **penalty)
+    args = case.make_args(max_grad_norm=0.3, kl_coef=1, ent_coef=1, **penalty)  # whole numbers
     agents, optimizers, steps, state = [], [], [], case.make_state(args)
     for compiled in (False, True):
         agent = case.make_agent(args)
@@ -433,6 +433,24 @@ def test_compiled_steps_are_those_of_eager(case, first):
     saved = [optimizer.state_dict()["state"] for optimizer in optimizers]
     for name, slot in saved[0].items():
         torch.testing.assert_close(saved[1][name], slot, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_compiled_loss_sees_coefficients_only(monkeypatch):
+    """What else is in the state would be the same in all steps: it is an error, not a silent constant."""
+    args, loss = DISCRETE.make_args(), DISCRETE.script.ppo_loss
+    agent, state = DISCRETE.make_agent(args), DISCRETE.make_state(args)
+    batch, *_ = DISCRETE.script.make_batch(agent, DISCRETE.make_rollout(args, agent), args)
+
+    def scheduled(agent, batch, args, state):
+        total, metrics = loss(agent, batch, args, state)
+        return total * (1 + state.global_step), metrics
+
+    monkeypatch.setattr(DISCRETE.script, "ppo_loss", scheduled)
+    optimizer = Adam(agent.parameters(), eps=1e-5)
+    step = DISCRETE.script.compile_gradient_step(agent, optimizer, args, state)
+    with pytest.raises(Exception, match="global_step"):
+        step(batch)
 
 
 @pytest.mark.slow

@@ -50,6 +50,8 @@ class Walk(gym.Env):
         self.render_mode = render_mode
         if fault == "tell" and multiprocessing.parent_process():
             Path("worker").touch()
+        if fault == "third" and multiprocessing.current_process().name.endswith("-2"):
+            raise RuntimeError("there are two licences")
         if fault == "only one" and LOG["open"]:
             raise RuntimeError("the simulator is in use")
         LOG["open"].append(self)
@@ -91,6 +93,8 @@ class Walk(gym.Env):
             raise RuntimeError(f"the simulator of seed {self.seed} broke")
         if self.fault == "shape":
             obs = np.zeros(4, np.float32)
+        if self.fault == "column":
+            obs = obs[:, None]
         if self.fault == "nan observation":
             obs = obs * np.nan
         if self.fault in ("nan reward", "huge reward"):
