@@ -65,6 +65,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -76,6 +77,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Adam
+from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 
 
@@ -284,7 +286,7 @@ def generate(
     """Sample a response to each of the prompts [B, P], whose mask is `attention` [B, P].
 
     Each ends with a stop token or after --max-response-length tokens. Also returns log π [B, L] as sampled.
-    To use an inference server, replace this function. Raises `Diverged` where probabilities are not numbers.
+    To use an inference server, replace this function.
     """
     (size, start), length = prompts.shape, args.max_response_length
     tokens = F.pad(prompts, (0, length), value=int(stop_tokens[0]))
@@ -296,8 +298,6 @@ def generate(
         inputs = model_inputs(new, attention[:, :t], past, use_cache=True)
         output = actor(**inputs, logits_to_keep=1)
         log_policy = torch.log_softmax(at_least_float32(output.logits[:, -1]) / args.temperature, -1)
-        if log_policy.isnan().any():
-            raise Diverged("the actor is not finite: lower --learning-rate, look for huge scores")
         new, past = torch.multinomial(log_policy.exp(), 1), output.past_key_values
         log_probs[:, t - start] = log_policy.gather(1, new).squeeze(1)
         tokens[active, t] = new[active, 0]
@@ -308,8 +308,8 @@ def generate(
     return Responses(tokens, attention, attention[:, start:]), log_probs
 
 
-def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> tuple[Tensor, Tensor]:
-    """log π [B, L] of the responses' tokens, and the entropy [B, L] of π at each, in nats.
+def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> Tensor:
+    """log π [B, L] of the responses' tokens.
 
     Logits are divided by the temperature, because the policy that acted is the one with this temperature.
     """
@@ -317,9 +317,7 @@ def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: flo
     output = model(**model_inputs(batch.tokens, batch.attention), logits_to_keep=length + 1)
     logits = at_least_float32(output.logits[:, -length - 1 : -1])  # those at a token are for the next one
     log_policy = torch.log_softmax(logits / temperature, -1)
-    log_probs = log_policy.gather(2, batch.tokens[:, -length:, None]).squeeze(2)
-    log_policy = log_policy.detach()  # the entropy is only shown: its graph would take memory
-    return log_probs, -(log_policy.exp() * log_policy).sum(-1)
+    return log_policy.gather(2, batch.tokens[:, -length:, None]).squeeze(2)
 
 
 def last_outputs(reward_model: nn.Module, batch: Responses) -> Tensor:
@@ -487,7 +485,6 @@ class State:
     learning_rate: float
     kl_coef: float
     episodes: int = 0  # responses so far that were learnt from
-    tokens: int = 0  # tokens that were generated for them, and for groups that were replaced
     first: dict[str, float] = field(default_factory=dict)  # metrics of the first batch
     last: dict[str, float] = field(default_factory=dict)  # and of the last one
     best: dict[str, float] = field(default_factory=dict)  # metrics of the batch with the highest objective
@@ -509,36 +506,24 @@ def split(batch: Any, size: int) -> list[Any]:
 
 def sample_groups(models: Models, args: Args, count: int) -> tuple[Responses, Tensor, Tensor]:
     """G responses to each of `count` random prompts; also log π [B, L] as sampled, and scores [B]."""
-    prompts, attention = draw_prompts(models, count)
-    prompts, attention = (x.repeat_interleave(args.group_size, 0) for x in (prompts, attention))
+    prompts, attention = (x.repeat_interleave(args.group_size, 0) for x in draw_prompts(models, count))
+    if args.resampling_tries:  # responses that are to be mixed have prompts of one width
+        missing = models.prompts[0].shape[1] - prompts.shape[1]
+        prompts, attention = F.pad(prompts, (missing, 0)), F.pad(attention, (missing, 0))
     responses, log_probs = generate(models.actor, prompts, attention, models.stop_tokens, args)
     scores = torch.cat([score(models, part, args) for part in split(responses, args.micro_batch_size)])
     return responses, log_probs, scores
-
-
-def replace_rows(old: Responses, new: Responses, rows: Tensor) -> Responses:
-    """The old responses [B], but for the rows that are true, which are the new ones."""
-    width = max(old.tokens.shape[1], new.tokens.shape[1])
-    columns = []
-    for column, new_column in zip(old, new, strict=True):
-        if column is not old.mask:  # prompts may be of other widths
-            column = F.pad(column, (width - column.shape[1], 0))
-            new_column = F.pad(new_column, (width - new_column.shape[1], 0))
-        columns.append(column.index_put((rows,), new_column))
-    return Responses(*columns)
 
 
 def sample_batch(models: Models, args: Args) -> tuple[Responses, Tensor, Tensor, dict[str, float]]:
     """Groups of responses, B in all, as `sample_groups` returns them, and metrics.
 
     With --resampling-tries, groups whose responses all have the same score are replaced ([DAPO], §3.2). The
-    metrics are of the groups sampled first, but for the number of tokens, which is of all.
+    metrics are of the groups sampled first.
     """
-    responses, log_probs, scores = sample_groups(
-        models, args, args.batch_size // args.group_size // world()[1]
-    )
+    count = args.batch_size // args.group_size // world()[1]
+    responses, log_probs, scores = sample_groups(models, args, count)
     flat = without_variance(scores, args.group_size)
-    num_tokens = responses.mask.sum()
     metrics = {
         "reward": mean(scores).item(),
         "reward_std": standard_deviation(scores).item(),
@@ -549,27 +534,24 @@ def sample_batch(models: Models, args: Args) -> tuple[Responses, Tensor, Tensor,
             break
         rows = flat.repeat_interleave(args.group_size)
         new, log_probs[rows], scores[rows] = sample_groups(models, args, int(flat.sum()))
-        responses = replace_rows(responses, new, rows)
-        num_tokens += new.mask.sum()
+        responses = Responses(*(x.index_put((rows,), y) for x, y in zip(responses, new, strict=True)))
         flat = without_variance(scores, args.group_size)
-    metrics["num_tokens"] = sum_over_processes(num_tokens).item()
     return responses, log_probs, scores, metrics
 
 
 @torch.no_grad()
 def collect(models: Models, args: Args, state: State) -> tuple[Batch, dict[str, float]]:
     """Let the actor respond to B/G prompts, and compare the responses to each. Also returns metrics."""
-    models.eval()
     responses, sampled_log_probs, scores, metrics = sample_batch(models, args)
     parts = []
     for part in split(responses, args.micro_batch_size):
         # log π is computed anew, in the same way as in the update: at first, the ratio is 1.
-        log_probs, entropies = token_log_probs(models.actor, part, args.temperature)
+        log_probs = token_log_probs(models.actor, part, args.temperature)
         ref_log_probs = log_probs
         if models.reference is not None:
-            ref_log_probs, _ = token_log_probs(models.reference, part, args.temperature)
-        parts.append((log_probs, entropies, ref_log_probs))
-    log_probs, entropies, ref_log_probs = map(torch.cat, zip(*parts, strict=True))
+            ref_log_probs = token_log_probs(models.reference, part, args.temperature)
+        parts.append((log_probs, ref_log_probs))
+    log_probs, ref_log_probs = map(torch.cat, zip(*parts, strict=True))
 
     mask = responses.mask
     kl = (log_probs - ref_log_probs) * mask
@@ -583,7 +565,6 @@ def collect(models: Models, args: Args, state: State) -> tuple[Batch, dict[str, 
     mismatch = ((sampled_log_probs - log_probs) * mask).abs()
     surprise = -(ref_log_probs * mask).sum(1) / mask.sum(1)  # in nats per token
     limit = state.first.get("objective/surprise_limit", surprise.quantile(0.99).item())
-    state.tokens += int(metrics["num_tokens"])
     metrics |= {
         "objective/kl": mean(kl.sum(1)).item(),  # in nats per response
         "objective/rlhf_reward": mean(objectives).item(),
@@ -592,10 +573,9 @@ def collect(models: Models, args: Args, state: State) -> tuple[Batch, dict[str, 
         "completions/mean_length": mean(mask.sum(1)).item(),
         "completions/clipped_ratio": mean(~stops).item(),
         "kl": masked_mean(kl, mask).item(),  # in nats per token
-        "entropy": masked_mean(entropies, mask).item(),
+        "entropy": -masked_mean(log_probs, mask).item(),  # whose expectation is the entropy
         "sampling/sampling_logp_difference/max": max_over_processes(mismatch.max()).item(),
         "objective/kl_coef": state.kl_coef,
-        "num_tokens": state.tokens,
     }
     return batch, metrics | evaluate(models, responses, args)
 
@@ -606,11 +586,9 @@ def update(models: Models, optimizer: Adam, batch: Batch, args: Args, state: Sta
     A minibatch's gradient is summed over parts of --micro-batch-size responses and over processes, with the
     weights of the whole minibatch: the number of parts or processes does not matter.
     """
-    # Transformers does checkpointing in training mode only. There is no dropout, see `make_trainable`.
-    models.train(args.gradient_checkpointing)
     parameters = optimizer.param_groups[0]["params"]
     optimizer.param_groups[0]["lr"] = state.learning_rate
-    metrics = []  # of each gradient step, still as tensors: reading them would wait for the GPU
+    metrics, norms = [], []  # of gradient steps, still as tensors: reading them would wait for the GPU
     for _ in range(args.num_iterations):
         order = torch.randperm(len(batch.tokens)).to(args.device)
         shuffled = Batch(*(column[order] for column in batch))
@@ -619,26 +597,25 @@ def update(models: Models, optimizer: Adam, batch: Batch, args: Args, state: Sta
             num_tokens = sum_over_processes(minibatch.mask.sum()).clamp(min=1)
             sums = torch.zeros(len(METRICS), device=args.device)
             optimizer.zero_grad()
-            for part, part_weights in zip(
-                split(minibatch, args.micro_batch_size), weights.split(args.micro_batch_size), strict=True
-            ):
+            parts = split(minibatch, args.micro_batch_size), weights.split(args.micro_batch_size)
+            for part, part_weights in zip(*parts, strict=True):
                 with autocast(args):
-                    log_probs, _ = token_log_probs(models.actor, part, args.temperature)
+                    log_probs = token_log_probs(models.actor, part, args.temperature)
                 loss, part_sums = grpo_loss(log_probs, part, part_weights, state.kl_coef, args)
                 loss.backward()
                 sums += part_sums
             for parameter in parameters:
                 if parameter.grad is not None:
                     sum_over_processes(parameter.grad)
-            nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+            norms.append(nn.utils.clip_grad_norm_(parameters, args.max_grad_norm))
             optimizer.step()
             sum_over_processes(sums)
             sums[1:] /= num_tokens  # all but the loss are means over tokens
             metrics.append(sums)
     means = torch.stack(metrics).mean(0).tolist()
     first_approxkl = metrics[0][METRICS.index("policy/approxkl_avg")].item()  # before any step: 0
-    more = {"val/first_approxkl": first_approxkl, "lr": state.learning_rate}
-    return dict(zip(METRICS, means, strict=True)) | more
+    more = {"val/first_approxkl": first_approxkl, "grad_norm": torch.stack(norms).mean().item()}
+    return dict(zip(METRICS, means, strict=True)) | more | {"lr": state.learning_rate}
 
 
 def adjust_coefficients(state: State, args: Args) -> None:
@@ -676,9 +653,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
         restore(args, models, optimizer, state)
     if processes > 1:
         connect(args, models, state)
-    run: Any = Run(args, models, optimizer, state) if rank == 0 else nullcontext()  # the first one writes
 
-    with run:
+    with Run(args, models, optimizer, state) if rank == 0 else nullcontext() as run:  # the first one writes
         while state.episodes < args.total_episodes and not any_process(stop, args):
             adjust_coefficients(state, args)
             if args.reward_model_updates:
@@ -688,11 +664,11 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
             metrics |= update(models, optimizer, batch, args, state)
             state.first, state.last = state.first or metrics, metrics
             state.episodes += args.batch_size
-            if rank == 0:
+            if run:
                 run.log(batch, metrics)
         if processes > 1:
             dist.destroy_process_group()
-        return run.finish(state.episodes < args.total_episodes) if rank == 0 else {}
+        return run.finish(state.episodes < args.total_episodes) if run else {}
 
 
 # ========================== End of GRPO. What follows is what training needs around it =====================
@@ -819,7 +795,7 @@ def learn_to_write(
     def compute_loss() -> Tensor:
         rows = torch.randint(len(responses), (128,))
         batch = Responses(*(column[rows] for column in data))
-        log_probs, _ = token_log_probs(actor, batch, temperature=1.0)
+        log_probs = token_log_probs(actor, batch, temperature=1.0)
         return -(log_probs * batch.mask).sum() / batch.mask.sum()
 
     loss = fit(actor, compute_loss, SUPERVISED_STEPS, learning_rate=3e-3)
@@ -908,22 +884,6 @@ def held_out_accuracy(models: Models, args: Args) -> float:
     return mean(torch.tensor(verify(*texts(models.tokenizer, responses)))).item()
 
 
-def make_sum_models(args: Args) -> Models:
-    """An actor that has learnt to add from examples, and a verifier."""
-    tokenizer, actor = WordTokenizer(SUM_WORDS), GPT(len(SUM_WORDS))
-    training, held_out = split_sums()
-    prompts = encode_prompts(tokenizer, training, actor.context, args)
-    if not args.resume:
-        learn_to_write(actor, tokenizer, training, write_sum, args)
-    reference = copy.deepcopy(actor).requires_grad_(False) if args.kl_coef else None
-    models = Models(actor, reference, None)
-    models.tokenizer, models.prompts = tokenizer, prompts
-    models.stop_tokens = torch.tensor([tokenizer.eos_token_id])
-    models.held_out = encode_prompts(tokenizer, held_out, actor.context, args)
-    models.reward_functions = [(verify, 1.0)]
-    return models
-
-
 # ------------------------------------------------- Reviews -------------------------------------------------
 
 PRODUCTS = {
@@ -976,18 +936,27 @@ def tastes(tokenizer: Any, batch: Responses) -> Tensor:
     return torch.tensor([human(*pair) for pair in zip(*texts(tokenizer, batch), strict=True)])
 
 
-def make_review_models(args: Args) -> Models:
-    """Supervised learning, then a reward model from comparisons ([Summary], §3)."""
-    tokenizer, actor = WordTokenizer(WORDS), GPT(len(WORDS))
-    prompts = encode_prompts(tokenizer, PROMPTS, actor.context, args)
+def make_models(args: Args) -> Models:
+    """Supervised learning; then for sums a verifier, for reviews a reward model ([Summary], §3).
+
+    On --resume, nothing is learnt, because the checkpoint has the weights.
+    """
+    sums = args.task == "sums"
+    words, write = (SUM_WORDS, write_sum) if sums else (WORDS, write_review)
+    prompts, held_out = split_sums() if sums else (PROMPTS, [])
+    tokenizer, actor = WordTokenizer(words), GPT(len(words))
     if not args.resume:
-        learn_to_write(actor, tokenizer, PROMPTS, write_review, args)
-    width = actor.base_model.norm.normalized_shape[0]
-    reward_model = ScalarModel(copy.deepcopy(actor.base_model), nn.Linear(width, 1)).requires_grad_(False)
+        learn_to_write(actor, tokenizer, prompts, write, args)
     reference = copy.deepcopy(actor).requires_grad_(False) if args.kl_coef else None
-    models = Models(actor, reference, reward_model)
-    models.tokenizer, models.prompts = tokenizer, prompts
-    models.stop_tokens = torch.tensor([tokenizer.eos_token_id])
+    models = Models(actor, reference, None)
+    models.tokenizer, models.stop_tokens = tokenizer, torch.tensor([tokenizer.eos_token_id])
+    models.prompts = encode_prompts(tokenizer, prompts, actor.context, args)
+    if sums:
+        models.held_out = encode_prompts(tokenizer, held_out, actor.context, args)
+        models.reward_functions = [(verify, 1.0)]
+        return models
+    head = nn.Linear(actor.base_model.norm.normalized_shape[0], 1)
+    models.reward_model = ScalarModel(copy.deepcopy(actor.base_model), head).requires_grad_(False)
     if not args.resume:
         learn_from_comparisons(models, args)
     return models
@@ -1087,7 +1056,6 @@ def compare_with_optimum(models: Models, args: Args, kl_coef: float, floor: floa
     is an upper bound. All others count as if their score and KL were 0; `left_out` is the actor's share of
     them.
     """
-    models.eval()
     totals = []
     for prompt, mask in zip(*models.prompts, strict=True):
         policies = models.reference, models.actor
@@ -1114,14 +1082,9 @@ def compare_with_optimum(models: Models, args: Args, kl_coef: float, floor: floa
 
 
 def load_models(args: Args) -> Models:
-    """The models that --model and the other flags name, or those of a task made on the spot.
-
-    On --resume, nothing is learnt for such a task, because the checkpoint has the weights.
-    """
-    if args.model:
-        return load_pretrained(args).to(args.device)
-    make_models = make_sum_models if args.task == "sums" else make_review_models
-    return make_models(args).to(args.device)
+    """The models that --model and the other flags name, or those of a task made on the spot."""
+    models = load_pretrained(args) if args.model else make_models(args)
+    return models.to(args.device).eval()  # no dropout: with it, the first ratio would not be 1
 
 
 def load_pretrained(args: Args) -> Models:
@@ -1186,16 +1149,13 @@ def find_stop_tokens(tokenizer: Any, model: Any, args: Args) -> Tensor:
 
 def make_trainable(frozen: nn.Module, args: Args, task: str | None = None) -> Any:
     """A copy of a network, to be trained in float32. With LoRA, it shares the frozen weights."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     shared = {id(p): p for p in frozen.parameters()} if args.lora_rank else {}
     network: Any = copy.deepcopy(frozen, shared)
-    for module in network.modules():  # with dropout or noise, the first ratio is not 1
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if ("drop" in name or "jitter" in name) and isinstance(value, float):
-                setattr(module, name, 0.0)
-    if args.gradient_checkpointing:
-        network.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in network.modules():  # transformers' own checkpointing would need training mode, with dropout
+        if args.gradient_checkpointing and isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     if not args.lora_rank:
         return network.float().requires_grad_(True)
     with refuse_errors("--lora-rank needs: pip install peft", ImportError):
@@ -1404,15 +1364,11 @@ class Run(AbstractContextManager):
 
     def save(self) -> None:
         """Write a checkpoint. If that fails, or the process is killed, the previous one is still there."""
-        weights = saved_weights(self.models, self.args)
-        moments = [tensor for slots in self.optimizer.state.values() for tensor in slots.values()]
-        if not all(tensor.isfinite().all() for tensor in (*weights.values(), *moments)):
-            raise Diverged("a network is not finite: lower --learning-rate, look for huge scores")
         content = {  # only types that `torch.load(..., weights_only=True)` accepts
             "format": FORMAT,
             "args": {name: getattr(self.args, name) for name in SAVED},
             "state": asdict(self.state),
-            "weights": weights,
+            "weights": saved_weights(self.models, self.args),
             "comparisons": self.models.comparisons,
             "optimizer": self.optimizer.state_dict(),
             "random": torch.get_rng_state(),
@@ -1532,10 +1488,8 @@ def check_args(args: Args) -> None:
             refuse(wrong, f"--{name.replace('_', '-')} is {value}; it must be from {low:g} to {high:g}")
     for name, kind in get_type_hints(Args).items():
         if get_origin(kind) is Literal:
-            value, choices = getattr(args, name), get_args(kind)
-            refuse(
-                value not in choices, f"--{name.replace('_', '-')} is {value}; it must be one of {choices}"
-            )
+            wrong = getattr(args, name) not in get_args(kind)
+            refuse(wrong, f"--{name.replace('_', '-')} must be one of {get_args(kind)}")
     one_for_all = args.device.startswith("cuda:") and world()[1] > 1
     refuse(one_for_all, f"--device {args.device} is one GPU; with several processes, use --device cuda")
     with refuse_errors(f"--device {args.device} cannot be used; use cpu", RuntimeError, AssertionError):

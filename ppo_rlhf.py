@@ -54,6 +54,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +66,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Adam
+from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 
 
@@ -265,7 +267,7 @@ def generate(
     """Sample a response to each of the prompts [B, P], whose mask is `attention` [B, P].
 
     Each ends with a stop token or after --max-response-length tokens. Also returns log π [B, L] as sampled.
-    To use an inference server, replace this function. Raises `Diverged` where probabilities are not numbers.
+    To use an inference server, replace this function.
     """
     (size, start), length = prompts.shape, args.max_response_length
     tokens = F.pad(prompts, (0, length), value=int(stop_tokens[0]))
@@ -277,8 +279,6 @@ def generate(
         inputs = model_inputs(new, attention[:, :t], past, use_cache=True)
         output = actor(**inputs, logits_to_keep=1)
         log_policy = torch.log_softmax(at_least_float32(output.logits[:, -1]) / args.temperature, -1)
-        if log_policy.isnan().any():
-            raise Diverged("the actor is not finite: lower --learning-rate, look for huge scores")
         new, past = torch.multinomial(log_policy.exp(), 1), output.past_key_values
         log_probs[:, t - start] = log_policy.gather(1, new).squeeze(1)
         tokens[active, t] = new[active, 0]
@@ -289,8 +289,8 @@ def generate(
     return Responses(tokens, attention, attention[:, start:]), log_probs
 
 
-def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> tuple[Tensor, Tensor]:
-    """log π [B, L] of the responses' tokens, and the entropy [B, L] of π at each, in nats.
+def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> Tensor:
+    """log π [B, L] of the responses' tokens.
 
     Logits are divided by the temperature, because the policy that acted is the one with this temperature.
     """
@@ -298,9 +298,7 @@ def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: flo
     output = model(**model_inputs(batch.tokens, batch.attention), logits_to_keep=length + 1)
     logits = at_least_float32(output.logits[:, -length - 1 : -1])  # those at a token are for the next one
     log_policy = torch.log_softmax(logits / temperature, -1)
-    log_probs = log_policy.gather(2, batch.tokens[:, -length:, None]).squeeze(2)
-    log_policy = log_policy.detach()  # the entropy is only shown: its graph would take memory
-    return log_probs, -(log_policy.exp() * log_policy).sum(-1)
+    return log_policy.gather(2, batch.tokens[:, -length:, None]).squeeze(2)
 
 
 def last_outputs(reward_model: nn.Module, batch: Responses) -> Tensor:
@@ -395,7 +393,7 @@ def ppo_loss(models: Models, batch: Batch, args: Args) -> tuple[Tensor, Tensor]:
     They are sums because a minibatch may be spread over several forward passes and processes. There is no
     entropy bonus: the KL to the reference keeps the policy from collapsing.
     """
-    log_probs, _ = token_log_probs(models.actor, batch, args.temperature)
+    log_probs = token_log_probs(models.actor, batch, args.temperature)
     log_ratio = (log_probs - batch.log_probs) * batch.mask
     ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s)
     clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
@@ -446,17 +444,16 @@ def split(batch: Any, size: int) -> list[Any]:
 @torch.no_grad()
 def collect(models: Models, args: Args, state: State) -> tuple[Batch, dict[str, float]]:
     """Let the actor respond to B prompts, and estimate the advantages. Also returns metrics of the data."""
-    models.eval()
     prompts, attention = draw_prompts(models, args.batch_size // world()[1])
     responses, sampled_log_probs = generate(models.actor, prompts, attention, models.stop_tokens, args)
     parts = []
     for part in split(responses, args.micro_batch_size):
         # log π is computed anew, in the same way as in the update: at first, the ratio is 1.
-        log_probs, entropies = token_log_probs(models.actor, part, args.temperature)
-        ref_log_probs, _ = token_log_probs(models.reference, part, args.temperature)
+        log_probs = token_log_probs(models.actor, part, args.temperature)
+        ref_log_probs = token_log_probs(models.reference, part, args.temperature)
         scores, values = score(models, part, args), models.critic(part)[:, :-1]
-        parts.append((log_probs, entropies, ref_log_probs, values, scores))
-    log_probs, entropies, ref_log_probs, values, scores = map(torch.cat, zip(*parts, strict=True))
+        parts.append((log_probs, ref_log_probs, values, scores))
+    log_probs, ref_log_probs, values, scores = map(torch.cat, zip(*parts, strict=True))
 
     mask = responses.mask
     kl = (log_probs - ref_log_probs) * mask
@@ -489,7 +486,7 @@ def collect(models: Models, args: Args, state: State) -> tuple[Batch, dict[str, 
         "objective/surprise_limit": limit,
         "objective/kl_coef": state.kl_coef,
         "objective/scores_std": masked_mean((scores - masked_mean(scores, one)).square(), one).sqrt().item(),
-        "policy/entropy_avg": masked_mean(entropies, mask).item(),
+        "policy/entropy_avg": -masked_mean(log_probs, mask).item(),  # whose expectation is the entropy
         "val/explained_variance": 1 - (error / (spread + 1e-8)).item(),
         "val/sampling_mismatch": max_over_processes(mismatch.max()).item(),
         "val/num_eos_tokens": sum_over_processes(stops.sum()).item(),
@@ -502,9 +499,7 @@ def update(models: Models, optimizer: Adam, batch: Batch, args: Args, state: Sta
     A minibatch's gradient is summed over parts of --micro-batch-size responses and over processes, and then
     divided by the number of tokens in all of them: the number of parts or processes does not matter.
     """
-    # Transformers does checkpointing in training mode only. There is no dropout, see `make_trainable`.
-    models.train(args.gradient_checkpointing)
-    metrics = []  # of each gradient step, still as tensors: reading them would wait for the GPU
+    metrics, norms = [], []  # of gradient steps, still as tensors: reading them would wait for the GPU
     for _ in range(args.update_epochs):
         order = torch.randperm(len(batch.tokens)).to(args.device)
         shuffled = Batch(*(column[order] for column in batch))
@@ -522,13 +517,13 @@ def update(models: Models, optimizer: Adam, batch: Batch, args: Args, state: Sta
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         sum_over_processes(parameter.grad)
-                nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
+                norms.append(nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm))
             optimizer.step()
             metrics.append(sum_over_processes(sums) / num_tokens)
     means = torch.stack(metrics).mean(0).tolist()
     first_approxkl = metrics[0][METRICS.index("policy/approxkl_avg")].item()  # before any step: 0
-    more = {"val/first_approxkl": first_approxkl, "lr": state.learning_rate}
-    return dict(zip(METRICS, means, strict=True)) | more
+    more = {"val/first_approxkl": first_approxkl, "grad_norm": torch.stack(norms).mean().item()}
+    return dict(zip(METRICS, means, strict=True)) | more | {"lr": state.learning_rate}
 
 
 def adjust_coefficients(state: State, args: Args) -> None:
@@ -563,9 +558,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
         restore(args, models, optimizer, state)
     if processes > 1:
         connect(args, models, state)
-    run: Any = Run(args, models, optimizer, state) if rank == 0 else nullcontext()  # the first one writes
 
-    with run:
+    with Run(args, models, optimizer, state) if rank == 0 else nullcontext() as run:  # the first one writes
         while state.episodes < args.total_episodes and not any_process(stop, args):
             adjust_coefficients(state, args)
             if args.reward_model_updates:
@@ -575,11 +569,11 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
             metrics |= update(models, optimizer, batch, args, state)
             state.first, state.last = state.first or metrics, metrics
             state.episodes += args.batch_size
-            if rank == 0:
+            if run:
                 run.log(batch, metrics)
         if processes > 1:
             dist.destroy_process_group()
-        return run.finish(state.episodes < args.total_episodes) if rank == 0 else {}
+        return run.finish(state.episodes < args.total_episodes) if run else {}
 
 
 # ========================== End of PPO. What follows is what training needs around it ======================
@@ -798,7 +792,7 @@ def learn_to_write(
     def compute_loss() -> Tensor:
         rows = torch.randint(len(responses), (128,))
         batch = Responses(*(column[rows] for column in data))
-        log_probs, _ = token_log_probs(actor, batch, temperature=1.0)
+        log_probs = token_log_probs(actor, batch, temperature=1.0)
         return -(log_probs * batch.mask).sum() / batch.mask.sum()
 
     loss = fit(actor, compute_loss, SUPERVISED_STEPS, learning_rate=3e-3)
@@ -898,7 +892,6 @@ def compare_with_optimum(models: Models, args: Args, kl_coef: float, floor: floa
     is an upper bound. All others count as if their score and KL were 0; `left_out` is the actor's share of
     them.
     """
-    models.eval()
     totals = []
     for prompt, mask in zip(*models.prompts, strict=True):
         policies = models.reference, models.actor
@@ -928,7 +921,7 @@ def load_models(args: Args) -> Models:
     """The models that --model and the other flags name, or those of the task made on the spot."""
     models = load_pretrained(args) if args.model else make_models(args)
     refuse(any(p.requires_grad for p in models.reference.parameters()), "the reference must be frozen")
-    return models.to(args.device)
+    return models.to(args.device).eval()  # no dropout: with it, the first ratio would not be 1
 
 
 def load_pretrained(args: Args) -> Models:
@@ -1002,16 +995,13 @@ def find_stop_tokens(tokenizer: Any, model: Any, args: Args) -> Tensor:
 
 def make_trainable(frozen: nn.Module, args: Args, task: str | None = None) -> Any:
     """A copy of a network, to be trained in float32. With LoRA, it shares the frozen weights."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     shared = {id(p): p for p in frozen.parameters()} if args.lora_rank else {}
     network: Any = copy.deepcopy(frozen, shared)
-    for module in network.modules():  # with dropout or noise, the first ratio is not 1
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if ("drop" in name or "jitter" in name) and isinstance(value, float):
-                setattr(module, name, 0.0)
-    if args.gradient_checkpointing:
-        network.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in network.modules():  # transformers' own checkpointing would need training mode, with dropout
+        if args.gradient_checkpointing and isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     if not args.lora_rank:
         return network.float().requires_grad_(True)
     with refuse_errors("--lora-rank needs: pip install peft", ImportError):
@@ -1201,15 +1191,11 @@ class Run(AbstractContextManager):
 
     def save(self) -> None:
         """Write a checkpoint. If that fails, or the process is killed, the previous one is still there."""
-        weights = saved_weights(self.models, self.args)
-        moments = [tensor for slots in self.optimizer.state.values() for tensor in slots.values()]
-        if not all(tensor.isfinite().all() for tensor in (*weights.values(), *moments)):
-            raise Diverged("a network is not finite: lower --learning-rate, look for huge scores")
         content = {  # only types that `torch.load(..., weights_only=True)` accepts
             "format": FORMAT,
             "args": {name: getattr(self.args, name) for name in SAVED},
             "state": asdict(self.state),
-            "weights": weights,
+            "weights": saved_weights(self.models, self.args),
             "comparisons": self.models.comparisons,
             "optimizer": self.optimizer.state_dict(),
             "random": torch.get_rng_state(),

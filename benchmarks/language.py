@@ -75,7 +75,7 @@ def sums(script: Any) -> None:
     grpo, collect = load_script("grpo"), script.collect
 
     def make_models(args: Any) -> Any:
-        made = grpo.make_sum_models(replace(grpo.SUMS, seed=args.seed))
+        made = grpo.make_models(replace(grpo.SUMS, seed=args.seed))
         actor = made.actor
         head = script.zero_head(actor.base_model.norm.normalized_shape[0])
         critic = script.ScalarModel(copy.deepcopy(actor.base_model), head)

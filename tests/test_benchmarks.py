@@ -329,8 +329,8 @@ def test_faults_are_planted():
     assert rewards.flatten().tolist() == pytest.approx([1 - math.exp(-0.5) - 0.5, 1 - math.exp(0.5) + 0.5])
     gpt = script.GPT(5)
     batch = script.Responses(torch.tensor([[2, 3, 1]]), torch.ones(1, 3, dtype=torch.bool), mask)
-    before = [script.token_log_probs(gpt, batch, temperature)[0] for temperature in (1.0, 0.5)]
+    before = [script.token_log_probs(gpt, batch, temperature) for temperature in (1.0, 0.5)]
     language.no_temperature_in_learning(script)
-    after, _ = script.token_log_probs(gpt, batch, 0.5)
+    after = script.token_log_probs(gpt, batch, 0.5)
     assert torch.equal(after, before[0])
     assert not torch.equal(after, before[1])
