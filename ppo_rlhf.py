@@ -261,29 +261,27 @@ def model_inputs(
 
 
 @torch.no_grad()
-def generate(
-    actor: nn.Module, prompts: Tensor, attention: Tensor, stop_tokens: Tensor, args: Args
-) -> tuple[Responses, Tensor]:
+def generate(models: Models, prompts: Tensor, attention: Tensor, args: Args) -> tuple[Responses, Tensor]:
     """Sample a response to each of the prompts [B, P], whose mask is `attention` [B, P].
 
     Each ends with a stop token or after --max-response-length tokens. Also returns log π [B, L] as sampled.
     To use an inference server, replace this function.
     """
     (size, start), length = prompts.shape, args.max_response_length
-    tokens = F.pad(prompts, (0, length), value=int(stop_tokens[0]))
+    tokens = F.pad(prompts, (0, length), value=int(models.stop_tokens[0]))
     attention = F.pad(attention, (0, length), value=False)
     log_probs = torch.zeros(size, length, device=tokens.device)
     active = torch.ones(size, dtype=torch.bool, device=tokens.device)
     new, past = prompts, None
     for t in range(start, start + length):
         inputs = model_inputs(new, attention[:, :t], past, use_cache=True)
-        output = actor(**inputs, logits_to_keep=1)
+        output = models.actor(**inputs, logits_to_keep=1)
         log_policy = torch.log_softmax(at_least_float32(output.logits[:, -1]) / args.temperature, -1)
         new, past = torch.multinomial(log_policy.exp(), 1), output.past_key_values
         log_probs[:, t - start] = log_policy.gather(1, new).squeeze(1)
         tokens[active, t] = new[active, 0]
         attention[:, t] = active
-        active = active & ~torch.isin(new[:, 0], stop_tokens)
+        active = active & ~torch.isin(new[:, 0], models.stop_tokens)
         if not active.any():
             break
     return Responses(tokens, attention, attention[:, start:]), log_probs
@@ -314,7 +312,7 @@ def ends_with_stop(batch: Responses, stop_tokens: Tensor) -> Tensor:
 def score(models: Models, batch: Responses, args: Args) -> Tensor:
     """Scores [B] by the reward model or the reward function, less the penalty for a missing stop token."""
     if models.reward_function:
-        prompts, responses = texts(models.tokenizer, batch, models.prompt_texts)
+        prompts, responses = texts(models, batch)
         with autocast(replace(args, bfloat16=False)):
             scores = call_reward_function(models.reward_function, prompts, responses).to(args.device)
     else:
@@ -445,7 +443,7 @@ def split(batch: Any, size: int) -> list[Any]:
 def collect(models: Models, args: Args, state: State) -> tuple[Batch, dict[str, float]]:
     """Let the actor respond to B prompts, and estimate the advantages. Also returns metrics of the data."""
     prompts, attention = draw_prompts(models, args.batch_size // world()[1])
-    responses, sampled_log_probs = generate(models.actor, prompts, attention, models.stop_tokens, args)
+    responses, sampled_log_probs = generate(models, prompts, attention, args)
     parts = []
     for part in split(responses, args.micro_batch_size):
         # log π is computed anew, in the same way as in the update: at first, the ratio is 1.
@@ -478,7 +476,7 @@ def collect(models: Models, args: Args, state: State) -> tuple[Batch, dict[str, 
         "response/cut_off": ~stops,
     }
     if not args.model:
-        per_response["eval/gold"] = tastes(models.tokenizer, responses)
+        per_response["eval/gold"] = tastes(models, responses)
     one = torch.ones_like(scores)
     metrics = {name: masked_mean(x, one).item() for name, x in per_response.items()}
     error, spread = (masked_mean((x - masked_mean(x, mask)).square(), mask) for x in (advantages, returns))
@@ -684,17 +682,15 @@ def pad(rows: Sequence[list[int]], side: str, token: int, device: str) -> tuple[
     return pad_sequence(tokens, True, token, side), pad_sequence(masks, True, False, side)
 
 
-def texts(
-    tokenizer: Any, batch: Responses | Batch, known: dict[tuple[int, ...], str] | None = None
-) -> tuple[list[str], list[str]]:
-    """The texts of the prompts and of the responses. Prompts that are `known` are not decoded."""
-    start = batch.tokens.shape[1] - batch.mask.shape[1]
-    prompts, responses = [], []
+def texts(models: Models, batch: Responses | Batch) -> tuple[list[str], list[str]]:
+    """The texts of the prompts, as they are in the file if there is one, and of the responses."""
+    length, prompts, responses = batch.mask.shape[1], [], []
     for tokens, attention in zip(batch.tokens, batch.attention, strict=True):
-        prompt, response = tokens[:start][attention[:start]], tokens[start:][attention[start:]]
-        text = known.get(tuple(prompt.tolist())) if known else None
-        prompts.append(text or tokenizer.decode(prompt.tolist(), skip_special_tokens=True))
-        responses.append(tokenizer.decode(response.tolist(), skip_special_tokens=True))
+        prompt = tokens[:-length][attention[:-length]].tolist()
+        response = tokens[-length:][attention[-length:]].tolist()
+        text = models.prompt_texts.get(tuple(prompt))
+        prompts.append(text or models.tokenizer.decode(prompt, skip_special_tokens=True))
+        responses.append(models.tokenizer.decode(response, skip_special_tokens=True))
     return prompts, responses
 
 
@@ -729,9 +725,9 @@ def human(prompt: str, response: str) -> float:
     return (1.0 if found == tone else -1.0) + 0.5 * response.split().count("very")
 
 
-def tastes(tokenizer: Any, batch: Responses) -> Tensor:
+def tastes(models: Models, batch: Responses) -> Tensor:
     """The simulated human's taste [B]."""
-    return torch.tensor([human(*pair) for pair in zip(*texts(tokenizer, batch), strict=True)])
+    return torch.tensor([human(*pair) for pair in zip(*texts(models, batch), strict=True)])
 
 
 def make_models(args: Args) -> Models:
@@ -802,8 +798,8 @@ def learn_to_write(
 def sample_pairs(models: Models, args: Args, count: int) -> tuple[Responses, Tensor]:
     """Two responses of the actor to each of `count` prompts, one after the other, and tastes [count, 2]."""
     prompts, attention = (x.repeat_interleave(2, 0) for x in draw_prompts(models, count))
-    responses, _ = generate(models.actor, prompts, attention, models.stop_tokens, args)
-    return responses, tastes(models.tokenizer, responses).view(count, 2)
+    responses, _ = generate(models, prompts, attention, args)
+    return responses, tastes(models, responses).view(count, 2)
 
 
 def learn_from_comparisons(models: Models, args: Args) -> None:
@@ -1174,7 +1170,7 @@ class Run(AbstractContextManager):
         first, last = metrics is state.first, state.episodes >= self.args.total_episodes
         if first or last or messages or now - self.printed >= 10:
             self.printed = now
-            samples = show(self.models.tokenizer, batch)
+            samples = show(self.models, batch)
             self.writer.add_text("responses", samples, state.episodes)
             say("\n".join([self.progress(metrics), *messages, *([samples] if first or last else [])]))
         if now - self.saved >= self.args.checkpoint_seconds:
@@ -1237,10 +1233,10 @@ class Run(AbstractContextManager):
         return results
 
 
-def show(tokenizer: Any, batch: Batch) -> str:
+def show(models: Models, batch: Batch) -> str:
     """Scores, prompts and responses of the first 4 rows, a line each."""
     few, lines = split(batch, 4)[0], []
-    for value, prompt, response in zip(few.scores, *texts(tokenizer, few), strict=True):
+    for value, prompt, response in zip(few.scores, *texts(models, few), strict=True):
         lines.append(f"    {value:+.2f}  {prompt} [{response}]".replace("\n", " ")[:79])
     return "\n".join(lines)
 

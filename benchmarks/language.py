@@ -87,7 +87,7 @@ def sums(script: Any) -> None:
 
     @torch.no_grad()
     def accuracy(models: Any, args: Any) -> float:
-        responses, _ = script.generate(models.actor, *models.held_out, models.stop_tokens, args)
+        responses, _ = script.generate(models, *models.held_out, args)
         return float(script.score(models, responses, args).mean())
 
     def collect_and_evaluate(models: Any, args: Any, state: Any) -> tuple[Any, dict[str, float]]:

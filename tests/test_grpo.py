@@ -578,7 +578,7 @@ def collected(seed=0, models=None, **changes):
 def test_collected_batch(temperature):
     """Groups share their prompts; log π, KL, rewards and metrics are those computed anew, row by row."""
     models, args, _, batch, metrics = collected(temperature=temperature, scale_rewards="none")
-    prompts, responses = grpo.texts(models.tokenizer, batch)
+    prompts, responses = grpo.texts(models, batch)
     assert prompts[::2] == prompts[1::2]
     assert len(set(prompts)) == 2
     log_probs = grpo.token_log_probs(models.actor, batch, temperature)
@@ -649,7 +649,7 @@ def test_groups_without_variance_are_replaced(seed):
     assert (batch.scores.view(-1, 2).std(1) > 0).all()
     kept = ~flat.repeat_interleave(2)
     assert torch.equal(batch.tokens[kept][:, -3:], before.tokens[kept][:, -3:])
-    prompts, responses = grpo.texts(models.tokenizer, batch)
+    prompts, responses = grpo.texts(models, batch)
     assert prompts[::2] == prompts[1::2]
     assert batch.scores.tolist() == odd_tokens(prompts, responses)
     assert metrics["sampling/sampling_logp_difference/max"] < 1e-5
@@ -843,7 +843,7 @@ def test_reward_functions_are_weighted(folder, monkeypatch):
     models = grpo.load_models(args)
     assert models.reward_model is None
     batch, metrics = grpo.collect(models, args, grpo.State(1e-4, 0.1))
-    _, responses = grpo.texts(models.tokenizer, batch)
+    _, responses = grpo.texts(models, batch)
     vowels = torch.tensor([sum(letter in "aeiou" for letter in text) / 4 for text in responses])
     expected = vowels - 0.5 * torch.tensor([float(len(text)) for text in responses])
     stopped = (batch.tokens[:, -args.max_response_length :] * batch.mask == 1).any(1)

@@ -39,6 +39,13 @@ def random_gpt(seed, vocabulary=4, context=16):
     return gpt
 
 
+def with_stop(actor):
+    """Models of which only the actor takes part."""
+    models = rlhf.Models(actor, None, None, None)
+    models.stop_tokens = torch.tensor([STOP])
+    return models
+
+
 def random_critic(seed, vocabulary=4):
     return rlhf.ScalarModel(random_gpt(seed, vocabulary).base_model, nn.Linear(16, 1).double())
 
@@ -372,7 +379,7 @@ def test_functions_of_trl():
     torch.testing.assert_close(log_probs, theirs)
     args = rlhf.Args(max_response_length=6)
     prompts = torch.tensor([[2, 3]]).repeat(50, 1)
-    responses, _ = rlhf.generate(actor, prompts, torch.ones_like(prompts) > 0, torch.tensor([STOP]), args)
+    responses, _ = rlhf.generate(with_stop(actor), prompts, torch.ones_like(prompts) > 0, args)
     cut = ppo_trainer.truncate_response(STOP, -1, responses.tokens[:, 2:])
     assert torch.equal(cut != -1, responses.mask)
 
@@ -406,7 +413,7 @@ def test_sampled_log_probs_are_those_computed_without_a_cache(temperature):
     actor, args = random_gpt(1), rlhf.Args(temperature=temperature, max_response_length=6)
     prompts = torch.tensor([[0, 2, 3], [STOP, STOP, 2]]).repeat(50, 1)
     attention = torch.tensor([[True, True, True], [False, False, True]]).repeat(50, 1)
-    responses, sampled = rlhf.generate(actor, prompts, attention, torch.tensor([STOP]), args)
+    responses, sampled = rlhf.generate(with_stop(actor), prompts, attention, args)
     log_probs = rlhf.token_log_probs(actor, responses, temperature)
     torch.testing.assert_close(
         sampled.double() * responses.mask, log_probs * responses.mask, atol=1e-6, rtol=1e-6
@@ -472,7 +479,7 @@ def test_gpt_is_that_of_transformers():
     for model in (ours, theirs):
         torch.manual_seed(0)
         generated.append(
-            rlhf.generate(model, batch.tokens[:, :5], batch.attention[:, :5], torch.tensor([STOP]), args)[0]
+            rlhf.generate(with_stop(model), batch.tokens[:, :5], batch.attention[:, :5], args)[0]
         )
     assert all(torch.equal(own, other) for own, other in zip(*generated, strict=True))
 
@@ -729,7 +736,7 @@ def test_reward_function(folder, monkeypatch):
     args = real_args(folder, reward_function="rewards:vowels")
     models = rlhf.load_models(args)
     batch, metrics = rlhf.collect(models, args, rlhf.State(1e-4, 0.1))
-    _, responses = rlhf.texts(models.tokenizer, batch)
+    _, responses = rlhf.texts(models, batch)
     expected = torch.tensor([sum(letter in "aeiou" for letter in text) / 4 for text in responses])
     stopped = (batch.tokens[:, -args.max_response_length :] * batch.mask == 1).any(1)
     scores = expected - args.missing_eos_penalty * ~stopped
@@ -773,7 +780,7 @@ def test_stop_tokens_of_a_chat_model(folder, tmp_path):
     models = rlhf.load_models(args)
     assert models.stop_tokens.tolist() == [1, 5, 9]
     prompts, attention = rlhf.draw_prompts(models, 200)
-    batch, _ = rlhf.generate(models.actor, prompts, attention, models.stop_tokens, args)
+    batch, _ = rlhf.generate(models, prompts, attention, args)
     ended = rlhf.ends_with_stop(batch, models.stop_tokens)
     last = set()
     for tokens, mask, stopped in zip(batch.tokens, batch.mask, ended, strict=True):
