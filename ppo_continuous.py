@@ -819,10 +819,10 @@ class Run(AbstractContextManager):
             if args.track:
                 import wandb
 
-                name = folder.resolve().name
+                run_name = folder.resolve().name
                 self.wandb = wandb.init(
                     project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
-                    name=name, id=name, resume="allow", sync_tensorboard=True,
+                    name=run_name, id=run_name, resume="allow", sync_tensorboard=True,
                 )  # fmt: skip
             # On --resume, TensorBoard drops what was logged after the checkpoint: nothing appears twice.
             self.writer: Any = SummaryWriter(str(folder), max_queue=1000, purge_step=state.global_step + 1)
