@@ -1156,7 +1156,8 @@ def make_trainable(frozen: nn.Module, args: Args, task: str | None = None) -> An
         return network.float().requires_grad_(True)
     with refuse_errors("--lora-rank needs: pip install peft", ImportError):
         from peft import LoraConfig, get_peft_model
-    config = LoraConfig(task_type=task, r=args.lora_rank, target_modules="all-linear")
+    rank = args.lora_rank
+    config = LoraConfig(task_type=task, r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     return get_peft_model(network, config)
 
 

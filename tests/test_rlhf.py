@@ -723,7 +723,9 @@ def test_models_from_a_folder(folder, tmp_path, monkeypatch, name, changes):
 
 def test_lora_shares_the_frozen_weights(folder):
     pytest.importorskip("peft")
-    models = rlhf.load_models(real_args(folder, lora_rank=2))
+    models = rlhf.load_models(real_args(folder, lora_rank=4))
+    adapters = [module for module in models.modules() if hasattr(module, "lora_A")]
+    assert {module.scaling["default"] for module in adapters} == {2.0}, "whatever the rank is"
     trained = sum(p.numel() for group in rlhf.trained_parameters(models) for p in group["params"])
     stored = sum(p.numel() for p in models.parameters())  # each counts once
     frozen = sum(p.numel() for m in (models.reference, models.reward_model) for p in m.parameters())
