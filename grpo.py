@@ -109,9 +109,7 @@ class Algorithm:
     group_size: int = 8  # G: responses to each prompt
     num_iterations: int = 2  # μ: passes over each batch
     num_minibatches: int = 4  # minibatches per pass, one gradient step each
-    micro_batch_size: int = (
-        64  # responses per forward pass, but in sampling, and per call of a reward function
-    )
+    micro_batch_size: int = 64  # responses per forward pass in learning, and per call of a reward function
     learning_rate: float = 1e-3  # Adam's step size, decayed linearly to 0; for real models, 1e-6 to 1e-5
     kl_coef: float = 0.1  # β: weight of the KL divergence from the reference; 0 needs no reference
     kl_target: float | None = None  # adapt β to keep this divergence, in nats per response
@@ -1438,7 +1436,8 @@ def saved_weights(models: Models, args: Args) -> dict[str, Tensor]:
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """The content of a checkpoint. Other people's are safe to load: nothing in them is executed."""
     with refuse_errors(f"{path} cannot be loaded as a checkpoint of this script", Exception):
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=os.name != "nt")
+        mmap = os.name != "nt"  # Windows cannot replace a file that is mapped
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         refuse(content["format"] != FORMAT, f"its format is {content['format']}, not {FORMAT}")
         content["args"] = Args(**{name: content["args"][name] for name in SAVED})
     return content

@@ -96,9 +96,7 @@ class Algorithm:
     batch_size: int = 256  # B: prompts per iteration, over all processes; each gets one response
     update_epochs: int = 2  # K: passes over each batch
     num_minibatches: int = 4  # minibatches per epoch, one gradient step each
-    micro_batch_size: int = (
-        64  # responses per forward pass, but in sampling, and per call of a reward function
-    )
+    micro_batch_size: int = 64  # responses per forward pass in learning, and per call of a reward function
     learning_rate: float = 1e-3  # Adam's step size, decayed linearly to 0; for real models, 1e-6 to 1e-5
     kl_coef: float = 0.1  # β: weight of the KL divergence from the reference in the reward
     kl_target: float | None = None  # adapt β to keep this divergence, in nats per response
@@ -1264,7 +1262,8 @@ def saved_weights(models: Models, args: Args) -> dict[str, Tensor]:
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """The content of a checkpoint. Other people's are safe to load: nothing in them is executed."""
     with refuse_errors(f"{path} cannot be loaded as a checkpoint of this script", Exception):
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=os.name != "nt")
+        mmap = os.name != "nt"  # Windows cannot replace a file that is mapped
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         refuse(content["format"] != FORMAT, f"its format is {content['format']}, not {FORMAT}")
         content["args"] = Args(**{name: content["args"][name] for name in SAVED})
     return content

@@ -721,6 +721,31 @@ def test_models_from_a_folder(folder, tmp_path, monkeypatch, name, changes):
     assert not torch.equal(loaded(**inputs).logits, start(**inputs).logits)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_gradient_checkpointing_computes_layers_again(folder, name, lora_rank):
+    """In the backward pass, in evaluation mode; gradients are the same."""
+    if lora_rank:
+        pytest.importorskip("peft")
+    batch, gradients, calls = to_responses([4, 5], [[6, 7, 1], [8, 1]]), [], []
+    for gradient_checkpointing in (False, True):
+        torch.manual_seed(1)
+        changes = {"gradient_checkpointing": gradient_checkpointing, "lora_rank": lora_rank}
+        actor = rlhf.load_models(real_args(folder, name, **changes)).actor
+        layers = [module for module in actor.modules() if type(module).__name__.endswith("MLP")]
+        for layer in layers:
+            layer.register_forward_pre_hook(lambda *_: calls.append(0))
+        calls.clear()
+        rlhf.token_log_probs(actor, batch, 1.0).sum().backward()
+        assert len(layers) == 2
+        assert len(calls) == (4 if gradient_checkpointing else 2)
+        assert not actor.training
+        gradients.append([p.grad for p in actor.parameters() if p.requires_grad])
+    for x, y in zip(*gradients, strict=True):
+        assert torch.equal(x, y)
+    assert any(x.any() for x in gradients[0])
+
+
 def test_lora_shares_the_frozen_weights(folder):
     pytest.importorskip("peft")
     models = rlhf.load_models(real_args(folder, lora_rank=4))
