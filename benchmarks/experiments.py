@@ -214,7 +214,8 @@ ABLATION = {  # label and flags, by name of the experiment
     "mujoco-but-no-anneal-lr": ("no learning-rate decay", "--no-anneal-lr"),
     "mujoco-but-width-256": ("networks of 256-256", "--hidden-size 256"),
 }
-SCREENING = each(LOCOMOTION, 3, first=11)  # other seeds than those of the table of returns
+ABLATION_SEEDS = 3
+SCREENING = each(LOCOMOTION, ABLATION_SEEDS, first=11)  # other seeds than those of the table of returns
 # The settings that the RL Zoo has tuned for version 4; Ant's are Stable-Baselines3's defaults, normalised.
 WIDE = {"net_arch": {"pi": [256, 256], "vf": [256, 256]}, "activation_fn": "ReLU", "log_std_init": -2}
 TUNED = {"normalize": True, "n_envs": 1, "n_steps": 512, "policy_kwargs": WIDE | {"ortho_init": False}}

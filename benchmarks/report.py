@@ -187,10 +187,10 @@ def ablation_table(results: pd.DataFrame) -> Iterator[Row]:
     rows = []
     for name in ("mujoco", *experiments.ABLATION):
         found = [select(results, name, task) for task in experiments.LOCOMOTION]
-        if all(len(x) == 2 for x in found):  # both seeds
+        if all(len(x) == experiments.ABLATION_SEEDS for x in found):
             over = np.stack([over_published(x.training, x.env_id.iloc[0]) for x in found], 1)
             mean, low, high = interval(aggregate_mean, over)
-            row = {"entry": experiments.EXPERIMENTS[name].label, "seeds": "2"}
+            row = {"entry": experiments.EXPERIMENTS[name].label, "seeds": f"{experiments.ABLATION_SEEDS}"}
             row |= {x.env_id.iloc[0].removesuffix("-v5"): spread(x.training) for x in found}
             rows.append((mean, row | {"over the best published": f"**{mean:.2f}** [{low:.2f}, {high:.2f}]"}))
     for _, row in sorted(rows, key=lambda pair: -pair[0]):
