@@ -683,7 +683,8 @@ def make_envs(args: Args) -> VectorEnv:
     refuse(args.env_id.startswith("ALE/"), f"{args.env_id} is an Atari game: use ppo_atari.py")
     env = make_recordable_env(args)
     env.close()
-    obs, actions, spec = env.observation_space, env.action_space, env.spec
+    obs, actions = env.observation_space, env.action_space
+    spec: Any = env.spec
     image = len(obs.shape or ()) > 1 and obs.dtype == np.uint8
     refuse(image, f"{args.env_id} has images as observations, which are supported for Atari games only")
     other = ": use ppo.py" if isinstance(actions, gym.spaces.Discrete) else ""
@@ -692,20 +693,18 @@ def make_envs(args: Args) -> VectorEnv:
     with refuse_errors(f"its observations do not flatten to a vector: {obs}", NotImplementedError):
         refuse(not obs.is_np_flattenable, f"its observations do not flatten to a vector: {obs}")
     vector = isinstance(obs, gym.spaces.Box) and len(obs.shape) == 1
-    if spec and spec.vector_entry_point and vector and not args.async_envs and is_as_registered(spec):
-        kwargs = {name: value for name, value in spec.kwargs.items() if name != "render_mode"}
+    native = spec and spec.vector_entry_point and vector and not args.async_envs
+    # Not if it would lack a wrapper that `make_env` adds, or keep a time limit that it removes.
+    native = native and not spec.additional_wrappers
+    if native and (spec.max_episode_steps or not gym.spec(spec.id).max_episode_steps):
+        spec.kwargs.pop("render_mode", None)
         with suppress(TypeError):  # it may not take all arguments
-            envs = gym.make_vec(spec.id, args.num_envs, **kwargs)
+            envs = gym.make_vec(spec, args.num_envs)
             if envs.metadata.get("autoreset_mode") is AutoresetMode.NEXT_STEP:
                 return envs
     vectorize = AsyncVectorEnv if args.async_envs else SyncVectorEnv
     makers = [partial(StaggeredEnv, args, index) for index in range(args.num_envs)]
     return vectorize(makers, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
-
-
-def is_as_registered(spec: Any) -> bool:
-    """Whether an environment has no wrappers or time limit that its vector version would lack."""
-    return not spec.additional_wrappers and spec.max_episode_steps == gym.spec(spec.id).max_episode_steps
 
 
 def check_finite(rollout: Rollout) -> None:

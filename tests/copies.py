@@ -31,7 +31,7 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "Agent.normalize Agent.log_policy Agent.value Agent.act Batch ppo_loss Rollout Rollout.__init__ "
     "collect_rollout finished_episodes scale_rewards make_batch gradient_step compile_gradient_step "
     "distance_moved update train make_env make_flat_env make_envs check_finite Run.__exit__ FORMAT "
-    "load_policy evaluate BOUNDS check_args main make_recordable_env is_as_registered Run.finish",
+    "load_policy evaluate BOUNDS check_args main make_recordable_env Run.finish",
     "ppo_rlhf.py": "all but: Diverged refuse refuse_errors say",
     "grpo.py": "ScalarModel Models Models.__init__ whiten token_rewards score compute_gae Batch LOSSES "
     "METRICS ppo_loss State collect update train make_models zero_head load_models load_pretrained ADVICE "

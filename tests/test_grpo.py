@@ -783,7 +783,7 @@ def test_run_reports_its_result(small, capsys, monkeypatch):
     monkeypatch.setattr(grpo, "compare_with_optimum", lambda *_: share)
     results = grpo.train(small["reviews"])
     assert results["share_of_optimum"] == 0.123
-    assert "12.3% of the optimum" in capsys.readouterr().out
+    assert "12.3% of the best gain" in capsys.readouterr().out
 
 
 @pytest.mark.slow
