@@ -637,7 +637,7 @@ def make_envs(args: Args) -> VectorEnv:
     # Not if it would lack a wrapper that `make_env` adds, or keep a time limit that it removes.
     native = native and not spec.additional_wrappers
     if native and (spec.max_episode_steps or not gym.spec(spec.id).max_episode_steps):
-        spec.kwargs.pop("render_mode", None)
+        spec.kwargs.pop("render_mode", None)  # only the evaluation is recorded
         with suppress(TypeError):  # it may not take all arguments
             envs = gym.make_vec(spec, args.num_envs)
             if envs.metadata.get("autoreset_mode") is AutoresetMode.NEXT_STEP:
