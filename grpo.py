@@ -9,7 +9,7 @@
     python grpo.py --model <folder> --reward-model <folder> --prompts prompts.jsonl --learning-rate 1e-6
     torchrun --nproc-per-node 4 grpo.py --model <folder> --reward-function my_module:reward ...
 
-Without --model, it makes a task on the spot. For `reviews`, a small transformer learns to write reviews, a
+Without --model, it builds a small task. For `reviews`, a small transformer learns to write reviews, a
 reward model learns from the choices of a simulated human, and GRPO trains the first with the scores of the
 second. The best policy over all likely responses is known, and the run ends by saying how close it came. For
 `sums`, a small transformer learns to add from examples half of which are wrong, and GRPO trains it with a
@@ -91,8 +91,8 @@ class Experiment:  # the comments are the texts of --help
 
 @dataclass
 class Task:
-    task: Literal["reviews", "sums"] = "reviews"  # made on the spot; sums have --kl-coef and penalty 0
-    model: str | None = None  # the actor: a folder or name for transformers; None makes a task on the spot
+    task: Literal["reviews", "sums"] = "reviews"  # built in; sums have --kl-coef and penalty 0
+    model: str | None = None  # the actor: a folder or name for transformers; None is for the built-in task
     reward_model: str | None = None  # folder or name of a model that scores a sequence of the same tokens
     reward_function: tuple[str, ...] = ()  # or functions of texts: module:function, or ...=weight
     prompts: str | None = None  # file with a line of JSON for each prompt
@@ -629,7 +629,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
 
     Once `stop` has an element, it saves and returns.
 
-    Returns "checkpoint" (its path) and, on a task made on the spot, how well the actor does: for reviews the
+    Returns "checkpoint" (its path) and, on a built-in task, how well the actor does: for reviews the
     result of `compare_with_optimum`, for sums "accuracy" and "accuracy_before", on sums that were held out.
     Raises `Refused` and `Diverged`.
     """
@@ -675,7 +675,7 @@ class Refused(Exception):  # noqa: N818
 
 
 class Diverged(Exception):  # noqa: N818
-    """The networks are no longer finite. On the command line: what to do, exit status 1."""
+    """Networks, loss or gradient are no longer finite. On the command line: what to do, and exit status 1."""
 
 
 def refuse(wrong: object, reason: str) -> None:
@@ -736,7 +736,7 @@ def autocast(args: Args) -> torch.autocast:
     return torch.autocast(args.device.partition(":")[0], torch.bfloat16, enabled=args.bfloat16)
 
 
-# ------------------------------------------------- Tasks made on the spot ----------------------------------
+# ------------------------------------------------- Built-in tasks ------------------------------------------
 
 SUPERVISED_STEPS, COMPARISONS = 600, 6000
 
@@ -1076,7 +1076,7 @@ def compare_with_optimum(models: Models, args: Args, kl_coef: float, floor: floa
 
 
 def load_models(args: Args) -> Models:
-    """The models that --model and the other flags name, or those of a task made on the spot."""
+    """The models that --model and the other flags name, or those of a built-in task."""
     models = load_pretrained(args) if args.model else make_models(args)
     return models.to(args.device).eval()  # no dropout: with it, the first ratio would not be 1
 
@@ -1504,7 +1504,7 @@ def check_args(args: Args) -> None:
         refuse(too_fast, "--model needs a --learning-rate of at most 1e-4, or 1e-3 with --lora-rank")
         refuse(args.task == "sums", "--model and --task sums exclude each other")
     else:
-        refuse(args.device != "cpu", "--device needs --model; the task made on the spot is for the CPU")
+        refuse(args.device != "cpu", "--device needs --model; the built-in task is for the CPU")
         for name in NEEDS_MODEL:
             refuse(getattr(args, name), f"--{name.replace('_', '-')} needs --model")
     if args.model or args.task == "sums":

@@ -68,7 +68,7 @@ class Experiment:  # the comments are the texts of --help
     exp_name: str = Path(__file__).stem  # part of the run folder's name
     seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
     plan: bool = False  # only print what the run would do, and which advice it may give
-    resume: str | None = None  # resume from this checkpoint, replacing it; other flags override its settings
+    resume: str | None = None  # resume from this checkpoint and overwrite it; flags override its settings
     evaluate: str | None = None  # only evaluate this checkpoint, greedily
     eval_episodes: int = 10  # games of an evaluation
     eval_max_steps: int = 27_000  # maximum steps per evaluation game; the ALE cuts it after 27,000
@@ -105,19 +105,19 @@ class Algorithm:
     clip_coef: float = 0.1  # ε: the ratio of new to old probability is clipped to 1 ± ε
     clip_vloss: bool = False  # also clip the change of the value to ±ε ([Matters], §3)
     kl_coef: float = 1.0  # β: weight of the KL penalty
-    adapt: Literal["none", "kl-coef", "clip-coef", "learning-rate"] = "none"  # adapted to hold --desired-kl
+    adapt: Literal["none", "kl-coef", "clip-coef", "learning-rate"] = "none"  # what holds --desired-kl
     desired_kl: float = 0.01  # KL divergence per iteration that --adapt aims at, in nats
-    target_kl: float | None = None  # stop an iteration's epochs once its KL divergence exceeds this
-    ent_coef: float = 0.01  # weight of the entropy bonus
+    target_kl: float | None = None  # stop an iteration after an epoch whose KL divergence exceeds this
+    ent_coef: float = 0.01  # c₂: weight of the entropy bonus
     anneal_ent_coef: bool = False  # decay the entropy coefficient linearly to 0
-    target_entropy: float | None = None  # adapt the entropy coefficient to keep the entropy here, in nats
-    vf_coef: float = 0.5  # weight of the value loss
+    target_entropy: float | None = None  # adapt the entropy coefficient to hold this entropy, in nats
+    vf_coef: float = 0.5  # c₁: weight of the value loss, ½ (V - return)²
     max_grad_norm: float = 0.5  # clip the gradient to this global norm
 
 
 @dataclass
 class Performance:
-    device: str = "auto"  # where the network lives: cpu, cuda or mps; auto is a GPU that CUDA knows, if any
+    device: str = "auto"  # where the network lives: cpu, cuda or mps; auto is a GPU if CUDA finds one
     num_threads: int = 0  # CPU threads of PyTorch, and of the games; 0 is one per core
     bfloat16: bool = False  # compute the network's products in bfloat16: faster on GPUs, and CPUs with AMX
     compile: bool = False  # compile the network, on a GPU to CUDA graphs
@@ -160,7 +160,7 @@ class Agent(nn.Module):
         self.critic = initialize(nn.Linear(512, 1), gain=1.0)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """log π(·|s) [B, A] and V(s) [B] for observations [B, 4, 84, 84]."""
+        """π(·|s) [B, A] as log-probabilities, and V(s) [B], for observations [B, 4, 84, 84]."""
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.use_bfloat16):
             # With channels last in memory, a run on the CPU is 20% faster.
             images = obs.to(torch.float32, memory_format=torch.channels_last) / 255
@@ -168,12 +168,12 @@ class Agent(nn.Module):
         return torch.log_softmax(self.actor(features), -1), self.critic(features).squeeze(-1)
 
     def act(self, obs: Tensor, noise: Tensor | float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-        """Actions [N] for observations [N, 4, 84, 84], log π(·|s) [N, A] and V(s) [N].
+        """Actions [N] for observations [N, 4, 84, 84], π(·|s) [N, A] as log-probabilities, and V(s) [N].
 
         Without noise, they are the most likely actions; with `gumbel_noise`, they are samples from π.
         """
-        log_policy, values = self(obs)
-        return (log_policy + noise).argmax(-1), log_policy, values
+        policy, values = self(obs)
+        return (policy + noise).argmax(-1), policy, values
 
 
 def gumbel_noise(*shape: int) -> Tensor:
@@ -225,8 +225,8 @@ class Batch(NamedTuple):
 
     obs: Tensor  # [B, 4, 84, 84], bytes
     actions: Tensor  # [B]
-    log_policy: Tensor  # [B, A], log π_old(·|s)
-    values: Tensor  # [B], V_old(s)
+    old_policy: Tensor  # [B, A], π_old(·|s) as log-probabilities
+    old_values: Tensor  # [B], V_old(s)
     advantages: Tensor  # [B]
     returns: Tensor  # [B]
     weights: Tensor  # [B], 1 for a transition, 0 for a filler row
@@ -244,10 +244,11 @@ class State:
     metrics: dict[str, float] = field(default_factory=dict)  # of the last iteration
     recent_returns: list[float] = field(default_factory=list)  # of the last 100 episodes
     first_return: float = math.nan  # mean return of the first episodes
-    streaks: dict[str, int] = field(default_factory=dict)  # iterations in a row that each advice applied
+    streaks: dict[str, int] = field(default_factory=dict)  # for how many iterations each ADVICE has held
 
 
 COEFFICIENTS = "learning_rate", "clip_coef", "kl_coef", "ent_coef"
+# What a gradient step returns: means over its minibatch, and the norm of its gradient.
 METRICS = "policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm"
 
 
@@ -257,28 +258,28 @@ def mean(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tensor, Tensor]:
-    """The loss to minimise ([PPO], equation 9, negated), and METRICS but the last [6].
+    """The loss to minimise ([PPO], equation 9, negated), and all METRICS but `grad_norm` [6].
 
     Both are this process's part: added up over all processes, they are means over the transitions of all.
     """
-    log_policy, values = agent(batch.obs)
+    policy, values = agent(batch.obs)
     advantages = batch.advantages
     if args.norm_adv:
         centred = advantages - mean(advantages, batch.weights)
         advantages = centred / (mean(centred.square(), batch.weights).sqrt() + 1e-8)
-    log_ratio = log_prob(log_policy, batch.actions) - log_prob(batch.log_policy, batch.actions)
+    log_ratio = log_prob(policy, batch.actions) - log_prob(batch.old_policy, batch.actions)
     ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s)
     if args.surrogate == "clip":  # L^CLIP = E[min(r A, clip(r, 1 - ε, 1 + ε) A)] ([PPO], equation 7)
         clipped = ratio.clamp(1 - state.clip_coef, 1 + state.clip_coef)
         policy_losses = -torch.min(ratio * advantages, clipped * advantages)
     else:  # L^KLPEN = E[r A - β KL(π_old ‖ π)] ([PPO], equation 8)
-        policy_losses = state.kl_coef * kl_divergence(batch.log_policy, log_policy) - ratio * advantages
+        policy_losses = state.kl_coef * kl_divergence(batch.old_policy, policy) - ratio * advantages
     value_losses = 0.5 * (values - batch.returns).square()
-    if args.clip_vloss:  # the larger of the losses of the value and of the value clipped to V_old ± ε
-        clipped = batch.values + (values - batch.values).clamp(-state.clip_coef, state.clip_coef)
+    if args.clip_vloss:  # the larger of two losses: of V, and of V clipped to V_old ± ε
+        clipped = batch.old_values + (values - batch.old_values).clamp(-state.clip_coef, state.clip_coef)
         value_losses = torch.max(value_losses, 0.5 * (clipped - batch.returns).square())
-    entropies = entropy(log_policy)
-    shares = batch.weights / sum_over_processes(batch.weights.sum()).clamp(min=1)  # of a transition in a mean
+    entropies = entropy(policy)
+    shares = batch.weights / sum_over_processes(batch.weights.sum()).clamp(min=1)  # weights in a mean
     loss = (policy_losses + args.vf_coef * value_losses - state.ent_coef * entropies) @ shares
     with torch.no_grad():  # the approximate KLs are k1 and k3 of Schulman 2020, "Approximating KL Divergence"
         outside = ((ratio - 1).abs() > state.clip_coef).float()
@@ -294,14 +295,15 @@ class Rollout:
 
     When step t ends an episode, obs[t+1] is its last state, not the first of the next one. Step t+1 then
     ignores its action: it resets the game (Gymnasium's AutoresetMode.NEXT_STEP), or presses FIRE after a lost
-    life. Such a filler row is not a transition: `valid` is False, and nothing is learnt from it.
+    life. Such a filler row is not a transition: `valid` is False, and nothing is learnt from it
+    (GAE's sum stops before it).
     """
 
     def __init__(self, args: Args, agent: Agent):
         _, processes = world()
         steps, n = args.num_steps, args.num_envs // processes
         self.obs = torch.zeros(steps + 1, n, 4, 84, 84, dtype=torch.uint8, device=args.device)
-        self.log_policy = torch.zeros(steps, n, agent.num_actions, device=args.device)  # log π(·|s)
+        self.policies = torch.zeros(steps, n, agent.num_actions, device=args.device)  # log-probabilities
         self.values = torch.zeros(steps + 1, n, device=args.device)  # V(s)
         self.actions, self.rewards = np.zeros((steps, n), np.int64), np.zeros((steps, n), np.float32)
         self.terminated, self.truncated, self.valid = np.zeros((3, steps, n), bool)
@@ -313,12 +315,12 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout) -> None:
     """Fill the rollout with the next T steps of the environments under the agent's policy."""
     obs, actions, rewards, valid = rollout.obs, rollout.actions, rollout.rewards, rollout.valid
     terminated, truncated = rollout.terminated, rollout.truncated
-    noise = gumbel_noise(*rollout.log_policy.shape).to(obs.device)  # drawn at once, for speed
+    noise = gumbel_noise(*rollout.policies.shape).to(obs.device)  # all steps at once, for speed
     obs[0] = obs[-1]
     done = terminated[-1] | truncated[-1]
     rollout.episodes = []
     for t in range(len(actions)):
-        sampled, rollout.log_policy[t], rollout.values[t] = agent.act(obs[t], noise[t])
+        sampled, rollout.policies[t], rollout.values[t] = agent.act(obs[t], noise[t])
         actions[t] = sampled.cpu().numpy()
         valid[t] = ~done
         images, rewards[t], terminated[t], truncated[t], info = envs.step(actions[t])
@@ -337,15 +339,16 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, dict[
     actions, rewards, values = tensor(rollout.actions), tensor(rollout.rewards), rollout.values
     terminated, truncated, valid = map(tensor, (rollout.terminated, rollout.truncated, rollout.valid))
     advantages, returns = compute_gae(rewards, values, terminated, truncated, args.gamma, args.gae_lambda)
-    columns = rollout.obs[:-1], actions, rollout.log_policy, values[:-1], advantages, returns, valid.float()
+    columns = rollout.obs[:-1], actions, rollout.policies, values[:-1], advantages, returns, valid.float()
     batch = Batch(*(column.flatten(0, 1) for column in columns))  # from [T, N, ...] to [B, ...]
-    errors = batch.returns - batch.values
-    moments = errors, errors.square(), batch.returns, batch.returns.square(), entropy(batch.log_policy)
+    # What follows is for the logs and for ADVICE.
+    errors = batch.returns - batch.old_values
+    moments = errors, errors.square(), batch.returns, batch.returns.square(), entropy(batch.old_policy)
     means = mean(torch.stack(moments, 1), batch.weights)
     error, squared_error, mean_return, squared_return, mean_entropy = means
     unexplained = (squared_error - error.square()) / (squared_return - mean_return.square())
     sizes = np.abs(rollout.rewards[rollout.rewards != 0])
-    difference = (agent(batch.obs[:64])[0] - batch.log_policy[:64]).abs().max().item()  # a sample, for speed
+    difference = (agent(batch.obs[:64])[0] - batch.old_policy[:64]).abs().max().item()  # a sample, for speed
     return batch, {
         "explained_variance": 1 - unexplained.item(),
         "critic_error": (squared_error / squared_return).sqrt().item(),
@@ -374,12 +377,12 @@ def gradient_step(agent: Agent, optimizer: Adam, args: Args, state: State, batch
 @torch.no_grad()
 def distance_moved(agent: Agent, batch: Batch) -> float:
     """KL divergence of the current policy from the one that acted, in nats, over all processes."""
-    log_policy, _ = agent(batch.obs)
-    return mean(kl_divergence(batch.log_policy, log_policy), batch.weights).item()
+    policy, _ = agent(batch.obs)
+    return mean(kl_divergence(batch.old_policy, policy), batch.weights).item()
 
 
-def update(agent: Agent, step: Callable, batch: Batch, args: Args) -> dict[str, float]:
-    """Learn from a batch: K epochs of gradient steps on shuffled minibatches. Returns the mean metrics.
+def update(agent: Agent, learn: Callable, batch: Batch, args: Args) -> dict[str, float]:
+    """K epochs of gradient steps, which `learn` takes, on shuffled minibatches. Returns the mean metrics.
 
     The KL divergence is that of the last minibatch. Filler rows remain: minibatches of equal size compile
     better, and each process has the same number of them.
@@ -389,7 +392,7 @@ def update(agent: Agent, step: Callable, batch: Batch, args: Args) -> dict[str, 
         order = torch.randperm(len(batch.obs)).to(args.device)
         for rows in order.tensor_split(args.num_minibatches):
             minibatch = Batch(*(column[rows] for column in batch))
-            metrics.append(step(minibatch))
+            metrics.append(learn(minibatch))
         if args.target_kl is not None and distance_moved(agent, minibatch) > args.target_kl:
             break
     means = torch.stack(metrics).mean(0).tolist()
@@ -400,6 +403,7 @@ def adjust_coefficients(state: State, args: Args) -> None:
     """Set the next iteration's coefficients, by their schedules and the last iteration's metrics, if any."""
     remaining = 1 - state.global_step / args.total_timesteps
     scheduled_lr = args.learning_rate * (remaining if args.anneal_lr else 1)
+    # What is not adapted is set anew, because a resumed run may have adapted it before.
     if args.adapt != "learning-rate":
         state.learning_rate = scheduled_lr
     if args.adapt != "clip-coef":
@@ -416,7 +420,7 @@ def adjust_coefficients(state: State, args: Args) -> None:
         state.kl_coef = min(max(state.kl_coef * 2.0**direction, 1e-4), 1e4)
     elif args.adapt == "clip-coef":
         state.clip_coef = min(max(state.clip_coef / 2.0**direction, 0.01), 0.3)
-    elif args.adapt == "learning-rate":  # Rudin et al. 2022, and RSL-RL
+    elif args.adapt == "learning-rate":  # as in Rudin et al. 2022, but with §4's thresholds
         state.learning_rate = min(max(state.learning_rate / 1.5**direction, 1e-5), scheduled_lr)
     if args.target_entropy is not None:
         surplus = state.metrics["entropy"] - args.target_entropy
@@ -441,27 +445,27 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
     with refuse_errors("lower --num-envs or --num-steps", MemoryError, RuntimeError, about="alloc"):
         agent = Agent(args, envs.single_action_space).to(args.device)
         rollout = Rollout(args, agent)
-    optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
+    optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)  # ε: [37], detail 3
     state = State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
     if args.resume:
         restore(args, agent, optimizer, state)
     if args.compile:
         agent.compile(mode="reduce-overhead", dynamic=False)
-    step: Callable = partial(gradient_step, agent, optimizer, args, state)
+    learn: Callable = partial(gradient_step, agent, optimizer, args, state)
     env_seed = (env_seed + state.global_step) % 2**29 + rank * envs.num_envs  # the ALE wants less than 2**31
-    run: Any  # the first process speaks and writes
+    run: Any  # only the first process prints and writes
 
     with (
         connect(args, agent, env_seed),
         Run(args, envs, agent, optimizer, state, stop) if rank == 0 else closing(envs) as run,
     ):
-        rollout.obs[-1] = torch.as_tensor(envs.reset(seed=env_seed)[0])
+        rollout.obs[-1] = torch.as_tensor(envs.reset(seed=env_seed)[0])  # where the first rollout starts
         stopped = gather(stop)
         while state.global_step < args.total_timesteps and not stopped:
             adjust_coefficients(state, args)
             collect_rollout(envs, agent, rollout)
             batch, metrics = make_batch(agent, rollout, args)
-            state.metrics = metrics | update(agent, step, batch, args)
+            state.metrics = metrics | update(agent, learn, batch, args)
             state.global_step += sum(gather([int(rollout.valid.sum())]))
             episodes, stopped = gather(rollout.episodes), gather(stop)
             if rank == 0:
@@ -475,11 +479,11 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
 
 
 class Refused(Exception):  # noqa: N818
-    """The request cannot be right. On the command line: one line, exit status 2, and nothing written."""
+    """The request cannot be right. On the command line: one line, and exit status 2."""
 
 
 class Diverged(Exception):  # noqa: N818
-    """The networks are no longer finite. On the command line: what to do, exit status 1."""
+    """Networks, loss or gradient are no longer finite. On the command line: what to do, and exit status 1."""
 
 
 def refuse(wrong: object, reason: str) -> None:
@@ -563,7 +567,7 @@ def count_threads(args: Args) -> int:
 
 
 def keep_memory() -> None:
-    """Let the C library keep freed memory, which the system would clear: a run on the CPU is 5% faster."""
+    """Let the C library keep freed memory rather than return it: a run on the CPU is 5% faster."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc
         libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
         _ = libc.mallopt(-3, 2**30) or libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD; old ones allow no more
@@ -639,13 +643,13 @@ def seed_everything(seed: int) -> int:
     """Seed all random generators, and return a seed for the environments."""
     for function in (random.seed, np.random.seed, torch.manual_seed):
         function(seed)
-    # A hash, because Gymnasium gives environment i this seed + i: runs 1 and 2 would share most of theirs.
+    # A hash, because Gymnasium seeds environment i with this + i: seeds 1 and 2 would share most of them.
     return int(np.random.SeedSequence(seed).generate_state(1)[0]) >> 1
 
 
 # ------------------------------------------------- Advice --------------------------------------------------
 
-ADVICE = [  # name; after so many iterations in a row; in which this holds (see `diagnose`); what to do
+ADVICE = [  # name; iterations in a row; condition, which `diagnose` evaluates; text
     ("explosion", 1, lambda m: m["kl"] > 1,
      "KL > 1 in one iteration: the update was far too large; start again with a lower --learning-rate"),
     ("kl", 5, lambda m: m["kl"] > max(0.05, 2 * m["desired_kl"]),
@@ -663,7 +667,7 @@ ADVICE = [  # name; after so many iterations in a row; in which this holds (see 
      and m["ent_coef"] > 0 and m["kl"] > 1e-6,
      "entropy within 5% of its maximum after half of training: the policy is still random; lower --ent-coef"),
     ("rewards", 1, lambda m: m["reward_range"] > 1000 and m["reward_max"] >= 10,
-     "a reward is over 1000 times the median: the others hardly count; clip rewards in the environment"),
+     "a reward is over 1000 times the median one: the others hardly count; clip rewards in the environment"),
     ("mismatch", 1, lambda m: m["policy_mismatch"] > 1e-4,
      "acting and learning policies differ by > 1e-4: check what you changed, or use --device cpu"),
 ]  # fmt: skip
@@ -690,7 +694,7 @@ def diagnose(metrics: dict[str, float], args: Args, state: State) -> list[str]:
 def plan(args: Args) -> str:
     """What a run with these settings does."""
     size, steps = args.num_envs * args.num_steps, args.update_epochs * args.num_minibatches
-    return f"""{args.env_id}: {args.total_timesteps:,.0f} steps, rounded up to rollouts, seed {args.seed}
+    return f"""{args.env_id}: {args.total_timesteps:,.0f} steps, rounded up to full rollouts, seed {args.seed}
 rollout    {args.num_envs} environments x {args.num_steps} steps = {size:,} transitions, less those that reset
 update     {args.update_epochs} epochs x {args.num_minibatches} minibatches = {steps} gradient steps
 schedules  learning rate {args.learning_rate:g}{" to 0" * args.anneal_lr}, adapt {args.adapt}
@@ -778,7 +782,7 @@ class Run(AbstractContextManager):
         scalars = {"charts/SPS": speed} if speed > 0 else {}
         scalars |= {f"losses/{name}": value for name, value in metrics.items()}
         scalars |= {f"charts/{name}": getattr(state, name) for name in COEFFICIENTS}
-        for name, values in zip(("return", "length"), zip(*episodes, strict=True), strict=False):
+        for name, values in zip(("return", "length"), np.transpose(episodes), strict=False):
             for suffix, statistic in (("", np.mean), ("_std", np.std), ("_min", np.min), ("_max", np.max)):
                 scalars[f"charts/episodic_{name}{suffix}"] = float(statistic(values))
         if episodes:
@@ -849,6 +853,7 @@ PROGRAM = ["python", __file__]  # what the printed commands call; see `main`
 FORMAT = "ppo-atari-2"
 # TensorBoard's page of hyperparameters has these, and all that differ from the defaults.
 HPARAMS = "env_id", "seed", "learning_rate", "num_envs", "num_steps", "update_epochs", "gamma", "gae_lambda"
+# The settings in a checkpoint; those of Performance may be others when training is resumed.
 SAVED = ["exp_name", "seed", *(setting.name for setting in (*fields(Environment), *fields(Algorithm)))]
 
 
@@ -876,7 +881,7 @@ def restore(args: Args, agent: Agent, optimizer: Adam, state: State) -> None:
     seed_everything((args.seed + content["state"]["global_step"]) % 2**32)  # not the first episodes again
     torch.set_rng_state(content["random"])
     for name, value in content["state"].items():
-        if getattr(args, name, None) == getattr(content["args"], name, None):
+        if name not in COEFFICIENTS or getattr(args, name) == getattr(content["args"], name):
             setattr(state, name, value)  # not where a flag replaces a coefficient
     done = state.global_step >= args.total_timesteps
     refuse(done, f"{args.resume} has done {state.global_step:,} steps; set --total-timesteps to more")
@@ -940,7 +945,7 @@ def evaluate(path: Path, args: Args) -> np.ndarray:
 
 # ------------------------------------------------- Command line --------------------------------------------
 
-BOUNDS = {  # settings outside these are nonsense
+BOUNDS = {  # the range of each setting
     "num_envs num_minibatches eval_episodes update_epochs": (1, 1e6),
     "num_threads": (0, 1e4),
     "total_timesteps eval_max_steps": (1, 1e15),

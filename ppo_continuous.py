@@ -65,7 +65,7 @@ class Experiment:  # the comments are the texts of --help
     exp_name: str = Path(__file__).stem  # part of the run folder's name
     seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
     plan: bool = False  # only print what the run would do, and which advice it may give
-    resume: str | None = None  # resume from this checkpoint, replacing it; other flags override its settings
+    resume: str | None = None  # resume from this checkpoint and overwrite it; flags override its settings
     evaluate: str | None = None  # only evaluate this checkpoint, greedily
     eval_episodes: int = 10  # episodes of an evaluation
     eval_max_steps: int = 10_000  # maximum steps per evaluation episode: some environments never end
@@ -81,7 +81,7 @@ class Experiment:  # the comments are the texts of --help
 @dataclass
 class Environment:
     env_id: str = "HalfCheetah-v5"  # Gymnasium id; `module:EnvId-v0` imports the module first
-    env_kwargs: str = ""  # its arguments, as "frame_skip=2, ctrl_cost_weight=0" or as JSON
+    env_kwargs: str = ""  # environment arguments, as "frame_skip=2, ctrl_cost_weight=0" or as JSON
     num_envs: int = 8  # N: environments that step in parallel
     stagger: bool = True  # cut first episodes short, so that time limits do not coincide
 
@@ -104,13 +104,13 @@ class Algorithm:
     kl_coef: float = 1.0  # β: weight of the KL penalty
     adapt: Literal["none", "kl-coef", "clip-coef", "learning-rate"] = "learning-rate"  # to hold --desired-kl
     desired_kl: float = 0.03  # KL divergence per iteration that --adapt aims at, in nats
-    target_kl: float | None = None  # stop an iteration's epochs once its KL divergence exceeds this
-    ent_coef: float = 0.0  # weight of the entropy bonus
+    target_kl: float | None = None  # stop an iteration after an epoch whose KL divergence exceeds this
+    ent_coef: float = 0.0  # c₂: weight of the entropy bonus
     anneal_ent_coef: bool = False  # decay the entropy coefficient linearly to 0
-    target_entropy: float | None = None  # adapt the entropy coefficient to keep the entropy here, in nats
-    vf_coef: float = 0.25  # weight of the value loss
+    target_entropy: float | None = None  # adapt the entropy coefficient to hold this entropy, in nats
+    vf_coef: float = 0.25  # c₁: weight of the value loss, ½ (V - return)²
     max_grad_norm: float = 0.5  # clip the gradient to this global norm
-    norm_obs: bool = True  # normalise observations, except entries in [0, 1], by their running mean and std
+    norm_obs: bool = True  # normalise observations, unless bounded by 0 and 1, by running mean and std
     norm_rewards: bool = True  # divide rewards by the running std of the discounted return ([Matters], §3)
     init_log_std: float = -0.5  # initial log standard deviation, where 0 is half of an action's range
     min_log_std: float = -2.3  # its lower limit: a much narrower policy learns nothing about rare states
@@ -170,11 +170,11 @@ class Agent(nn.Module):
 
     def __init__(self, args: Args, obs_space: Any, action_space: Any):
         super().__init__()
-        obs_size, self.action_size = len(obs_space.low), math.prod(action_space.shape)
-        self.actor = mlp(obs_size, args.hidden_size, self.action_size, last_gain=0.01)  # means near 0
+        self.obs_size, self.action_size = len(obs_space.low), math.prod(action_space.shape)
+        self.actor = mlp(self.obs_size, args.hidden_size, self.action_size, last_gain=0.01)  # means near 0
         self.log_std = nn.Parameter(args.init_log_std * torch.ones(self.action_size))  # in all states
-        self.critic = mlp(obs_size, args.hidden_size, 1, last_gain=1.0)
-        self.obs_moments, self.return_moments = RunningMoments(obs_size), RunningMoments(1)
+        self.critic = mlp(self.obs_size, args.hidden_size, 1, last_gain=1.0)
+        self.obs_moments, self.return_moments = RunningMoments(self.obs_size), RunningMoments(1)
         # Which entries are normalised [D]: not the one-hot ones, nor others that are bounded by 0 and 1.
         unit = (obs_space.low == 0) & (obs_space.high == 1)
         self.norm_obs, self.normalised = args.norm_obs, nn.Buffer(torch.from_numpy(~unit))
@@ -188,14 +188,14 @@ class Agent(nn.Module):
         self.scale, self.middle = (high - low) / 2, (high + low) / 2
 
     def normalize(self, obs: Tensor) -> Tensor:
-        """Raw observations [..., D] as the networks see them: (x - mean) / std, clipped to ±10."""
+        """Raw observations [..., D] as the networks see them, most as (x - mean) / std, clipped to ±10."""
         if not self.norm_obs:
             return obs
         scaled = (obs - self.obs_moments.mean) * torch.rsqrt(self.obs_moments.var + 1e-8)
         return torch.where(self.normalised, scaled.clamp(-10, 10), obs)
 
-    def log_policy(self, obs: Tensor) -> Tensor:
-        """log π(·|s) for normalised observations [..., D]: means and log standard deviations [..., 2A]."""
+    def policy(self, obs: Tensor) -> Tensor:
+        """π(·|s), as means and log standard deviations [..., 2A], for normalised observations [..., D]."""
         means = self.actor(obs)
         return torch.cat([means, self.log_std.expand_as(means)], -1)
 
@@ -204,14 +204,14 @@ class Agent(nn.Module):
         return self.critic(obs).squeeze(-1)
 
     def act(self, raw_obs: np.ndarray, noise: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
-        """Actions [N, A], not clipped, for raw observations [N, D], and log π(·|s) [N, 2A].
+        """Actions [N, A], not clipped, for raw observations [N, D], and π(·|s) [N, 2A].
 
         Without noise, they are the most likely actions; with standard normal noise, they are samples from π.
         """
         obs = torch.as_tensor(raw_obs, dtype=torch.float32, device=self.normalised.device)
-        log_policy = self.log_policy(self.normalize(obs))
-        means, log_stds = log_policy.chunk(2, -1)
-        return means + log_stds.exp() * noise, log_policy
+        policy = self.policy(self.normalize(obs))
+        means, log_stds = policy.chunk(2, -1)
+        return means + log_stds.exp() * noise, policy
 
     def env_actions(self, actions: np.ndarray) -> np.ndarray:
         """Actions [N, A] in the environment's units, shape and type, clipped to its bounds."""
@@ -222,23 +222,23 @@ class Agent(nn.Module):
 # ------------------------------------------------- Equations ------------------------------------------------
 
 
-def log_prob(log_policy: Tensor, actions: Tensor) -> Tensor:
+def log_prob(policy: Tensor, actions: Tensor) -> Tensor:
     """log π(a|s) = -Σ_i (½ ((a_i - μ_i) / σ_i)² + log σ_i + ½ log 2π) [B] of actions [B, A]."""
-    means, log_stds = log_policy.chunk(2, -1)
+    means, log_stds = policy.chunk(2, -1)
     distances = (actions - means) / log_stds.exp()
     return -(0.5 * distances.square() + log_stds + 0.5 * math.log(2 * math.pi)).sum(-1)
 
 
-def entropy(log_policy: Tensor) -> Tensor:
+def entropy(policy: Tensor) -> Tensor:
     """H(π) = Σ_i (log σ_i + ½ log 2πe) [B], in nats."""
-    _, log_stds = log_policy.chunk(2, -1)
+    _, log_stds = policy.chunk(2, -1)
     return (log_stds + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
 
 
-def kl_divergence(old_log_policy: Tensor, log_policy: Tensor) -> Tensor:
+def kl_divergence(old_policy: Tensor, policy: Tensor) -> Tensor:
     """KL(π_old ‖ π) = Σ_i (log σ_i - log σ'_i + (σ'_i² + (μ'_i - μ_i)²) / 2σ_i² - ½) [B], with ' for old."""
-    old_means, old_log_stds = old_log_policy.chunk(2, -1)
-    means, log_stds = log_policy.chunk(2, -1)
+    old_means, old_log_stds = old_policy.chunk(2, -1)
+    means, log_stds = policy.chunk(2, -1)
     squares = (2 * old_log_stds).exp() + (old_means - means).square()
     return (log_stds - old_log_stds + 0.5 * squares / (2 * log_stds).exp() - 0.5).sum(-1)
 
@@ -269,8 +269,8 @@ class Batch(NamedTuple):
 
     obs: Tensor  # [B, D], normalised
     actions: Tensor  # [B, A]
-    log_policy: Tensor  # [B, 2A], log π_old(·|s)
-    values: Tensor  # [B], V_old(s)
+    old_policy: Tensor  # [B, 2A], π_old(·|s) as means and log standard deviations
+    old_values: Tensor  # [B], V_old(s)
     advantages: Tensor  # [B]
     returns: Tensor  # [B]
 
@@ -287,31 +287,32 @@ class State:
     metrics: dict[str, float] = field(default_factory=dict)  # of the last iteration
     recent_returns: list[float] = field(default_factory=list)  # of the last 100 episodes
     first_return: float = math.nan  # mean return of the first episodes
-    streaks: dict[str, int] = field(default_factory=dict)  # iterations in a row that each advice applied
+    streaks: dict[str, int] = field(default_factory=dict)  # for how many iterations each ADVICE has held
 
 
 COEFFICIENTS = "learning_rate", "clip_coef", "kl_coef", "ent_coef"
+# What a gradient step returns: means over its minibatch, and the norm of its gradient.
 METRICS = "policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm"
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tensor, Tensor]:
-    """The loss to minimise ([PPO], equation 9, negated), and METRICS but the last [6]."""
-    log_policy, values = agent.log_policy(batch.obs), agent.value(batch.obs)
+    """The loss to minimise ([PPO], equation 9, negated), and all METRICS but `grad_norm` [6]."""
+    policy, values = agent.policy(batch.obs), agent.value(batch.obs)
     advantages = batch.advantages
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    log_ratio = log_prob(log_policy, batch.actions) - log_prob(batch.log_policy, batch.actions)
+    log_ratio = log_prob(policy, batch.actions) - log_prob(batch.old_policy, batch.actions)
     ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s)
     if args.surrogate == "clip":  # L^CLIP = E[min(r A, clip(r, 1 - ε, 1 + ε) A)] ([PPO], equation 7)
         clipped = ratio.clamp(1 - state.clip_coef, 1 + state.clip_coef)
         policy_losses = -torch.min(ratio * advantages, clipped * advantages)
     else:  # L^KLPEN = E[r A - β KL(π_old ‖ π)] ([PPO], equation 8)
-        policy_losses = state.kl_coef * kl_divergence(batch.log_policy, log_policy) - ratio * advantages
+        policy_losses = state.kl_coef * kl_divergence(batch.old_policy, policy) - ratio * advantages
     value_losses = 0.5 * (values - batch.returns).square()
-    if args.clip_vloss:  # the larger of the losses of the value and of the value clipped to V_old ± ε
-        clipped = batch.values + (values - batch.values).clamp(-state.clip_coef, state.clip_coef)
+    if args.clip_vloss:  # the larger of two losses: of V, and of V clipped to V_old ± ε
+        clipped = batch.old_values + (values - batch.old_values).clamp(-state.clip_coef, state.clip_coef)
         value_losses = torch.max(value_losses, 0.5 * (clipped - batch.returns).square())
-    entropies = entropy(log_policy)
+    entropies = entropy(policy)
     loss = (policy_losses + args.vf_coef * value_losses - state.ent_coef * entropies).mean()
     with torch.no_grad():  # the approximate KLs are k1 and k3 of Schulman 2020, "Approximating KL Divergence"
         outside = ((ratio - 1).abs() > state.clip_coef).float()
@@ -327,17 +328,19 @@ class Rollout:
 
     When step t ends an episode, obs[t+1] is its last state, not the first of the next one. Step t+1 then
     ignores its action and only resets the environment (AutoresetMode.NEXT_STEP of Gymnasium). Such a filler
-    row is not a transition: `valid` is False, and nothing is learnt from it.
+    row is not a transition: `valid` is False, and nothing is learnt from it
+    (GAE's sum stops before it).
     """
 
     def __init__(self, args: Args, agent: Agent):
         steps, n = args.num_steps, args.num_envs
-        self.obs = np.zeros((steps + 1, n, len(agent.normalised)), np.float32)
+        self.obs = np.zeros((steps + 1, n, agent.obs_size), np.float32)
         self.actions = np.zeros((steps, n, agent.action_size), np.float32)
         self.rewards, self.discounted_returns = np.zeros((2, steps, n), np.float32)
         self.terminated, self.truncated, self.valid = np.zeros((3, steps, n), bool)
-        self.acting_policy = torch.zeros(n, 2 * agent.action_size)  # log π(·|s) of the last step
-        self.returns, self.lengths = np.zeros(n), np.zeros(n, int)  # so far, of the unfinished episodes
+        self.acting_policy = torch.zeros(n, 2 * agent.action_size)  # of the last step, for `policy_mismatch`
+        # Of the unfinished episodes, so far:
+        self.episode_returns, self.episode_lengths = np.zeros(n), np.zeros(n, int)
         self.episodes: list[tuple[float, int]] = []  # return and length of those that ended
 
 
@@ -346,7 +349,7 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout) -> None:
     """Fill the rollout with the next T steps of the environments under the agent's policy."""
     obs, actions, rewards, valid = rollout.obs, rollout.actions, rollout.rewards, rollout.valid
     terminated, truncated = rollout.terminated, rollout.truncated
-    noise = torch.randn(actions.shape).to(agent.normalised.device)  # drawn at once, for speed
+    noise = torch.randn(actions.shape).to(agent.normalised.device)  # all steps at once, for speed
     obs[0] = obs[-1]
     valid[0] = ~(terminated[-1] | truncated[-1])
     try:
@@ -354,35 +357,22 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout) -> None:
             sampled, rollout.acting_policy = agent.act(obs[t], step_noise)
             actions[t] = sampled.cpu().numpy()
             obs[t + 1], rewards[t], terminated[t], truncated[t], _ = envs.step(agent.env_actions(actions[t]))
-    finally:  # first of all: if an environment failed, this may be why
+    finally:  # even if a step failed: a NaN may be why
         check_finite(rollout)
     valid[1:] = ~(terminated | truncated)[:-1]
     rollout.episodes = finished_episodes(rollout)
 
 
-def finished_episodes(rollout: Rollout) -> list[tuple[float, int]]:
-    """Return and length of each episode that ended (Gymnasium's wrapper takes 10% of a compiled run)."""
-    episodes = []
-    returns = rollout.returns + np.cumsum(rollout.rewards * rollout.valid, 0, float)
-    lengths = rollout.lengths + np.cumsum(rollout.valid, 0)
-    for t, n in np.argwhere(rollout.terminated | rollout.truncated):
-        episodes.append((float(returns[t, n]), int(lengths[t, n])))
-        returns[:, n] -= returns[t, n]
-        lengths[:, n] -= lengths[t, n]
-    rollout.returns, rollout.lengths = returns[-1], lengths[-1]
-    return episodes
-
-
 @torch.no_grad()
 def scale_rewards(agent: Agent, rollout: Rollout, gamma: float) -> Tensor:
-    """Rewards [T, N] over the running standard deviation of the discounted return, clipped to ±10.
+    """Rewards [T, N] divided by the running std of the discounted return, then clipped to ±10.
 
     The discounted return is R_t = γ R_{t-1} + r_t, starting from 0 in each episode ([Matters], §3).
     """
-    returns, valid, device = rollout.discounted_returns, rollout.valid, agent.normalised.device
-    for t in range(len(returns)):  # for t = 0, returns[-1] is the last row of the previous rollout
-        returns[t] = (gamma * returns[t - 1] + rollout.rewards[t]) * valid[t]
-    agent.return_moments.update(torch.as_tensor(returns[valid], device=device).unsqueeze(-1))
+    discounted, valid, device = rollout.discounted_returns, rollout.valid, agent.normalised.device
+    for t in range(len(discounted)):  # for t = 0, discounted[-1] is the last row of the previous rollout
+        discounted[t] = (gamma * discounted[t - 1] + rollout.rewards[t]) * valid[t]
+    agent.return_moments.update(torch.as_tensor(discounted[valid], device=device).unsqueeze(-1))
     rewards = torch.as_tensor(rollout.rewards, device=device)
     return (rewards * torch.rsqrt(agent.return_moments.var + 1e-8)).clamp(-10, 10)
 
@@ -398,7 +388,7 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, Calla
     terminated, truncated, valid = map(tensor, (rollout.terminated, rollout.truncated, rollout.valid))
     rewards = scale_rewards(agent, rollout, args.gamma) if args.norm_rewards else tensor(rollout.rewards)
     obs = agent.normalize(raw_obs)
-    log_policy = agent.log_policy(obs[:-1])
+    policy = agent.policy(obs[:-1])
 
     @torch.no_grad()
     def estimate() -> tuple[Tensor, Tensor, Tensor]:
@@ -407,9 +397,10 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, Calla
         advantages, returns = compute_gae(rewards, values, terminated, truncated, args.gamma, args.gae_lambda)
         return values[:-1][valid], advantages[valid], returns[valid]
 
-    batch = Batch(obs[:-1][valid], actions[valid], log_policy[valid], *estimate())  # without filler rows
-    agent.obs_moments.update(raw_obs[:-1][valid])  # only now: acting and learning see the same
-    errors = batch.returns - batch.values
+    batch = Batch(obs[:-1][valid], actions[valid], policy[valid], *estimate())  # without filler rows
+    agent.obs_moments.update(raw_obs[:-1][valid])  # only now, so that acting and learning use the same
+    # What follows is for the logs and for ADVICE.
+    errors = batch.returns - batch.old_values
     sizes = np.abs(rollout.rewards[rollout.rewards != 0])
     unclipped = rollout.actions[rollout.valid] * agent.scale + agent.middle
     metrics = {
@@ -421,7 +412,7 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, Calla
         "outside": float(((unclipped < agent.low) | (unclipped > agent.high)).mean()),
         "reward_max": rewards.abs().max().item(),
         "reward_range": float(sizes.max() / np.median(sizes)) if len(sizes) else 1.0,
-        "policy_mismatch": (rollout.acting_policy - log_policy[-1]).abs().max().item(),
+        "policy_mismatch": (rollout.acting_policy - policy[-1]).abs().max().item(),
     }
     return batch, estimate, metrics
 
@@ -441,12 +432,12 @@ def gradient_step(agent: Agent, optimizer: Adam, args: Args, state: State, batch
 @torch.no_grad()
 def distance_moved(agent: Agent, batch: Batch) -> float:
     """KL divergence of the current policy from the one that acted, in nats."""
-    return kl_divergence(batch.log_policy, agent.log_policy(batch.obs)).mean().item()
+    return kl_divergence(batch.old_policy, agent.policy(batch.obs)).mean().item()
 
 
-def update(agent: Agent, step: Callable, batch: Batch, estimate: Callable, args: Args) -> dict[str, float]:
-    """Learn from a batch: K epochs of gradient steps on shuffled minibatches. Returns the mean metrics."""
-    num_minibatches = max(1, min(args.num_minibatches, len(batch.obs) // 2))  # of at least 2 transitions
+def update(agent: Agent, learn: Callable, batch: Batch, estimate: Callable, args: Args) -> dict[str, float]:
+    """K epochs of gradient steps, which `learn` takes, on shuffled minibatches. Returns the mean metrics."""
+    num_minibatches = max(1, min(args.num_minibatches, len(batch.obs) // 2))  # each has 2 transitions or more
     metrics = []  # of each gradient step, still as tensors: reading them would wait for the GPU
     for epoch in range(args.update_epochs):
         if epoch > 0 and args.recompute_advantages:
@@ -455,8 +446,8 @@ def update(agent: Agent, step: Callable, batch: Batch, estimate: Callable, args:
         order = torch.randperm(len(batch.obs)).to(args.device)
         shuffled = (column[order].tensor_split(num_minibatches) for column in batch)
         for minibatch in zip(*shuffled, strict=True):
-            metrics.append(step(Batch(*minibatch)))
-            agent.log_std.data.clamp_(min=args.min_log_std)  # in `log_policy`, it would stop the gradient
+            metrics.append(learn(Batch(*minibatch)))
+            agent.log_std.data.clamp_(min=args.min_log_std)  # in `policy`, it would stop the gradient
         if args.target_kl is not None and distance_moved(agent, batch) > args.target_kl:
             break
     means = torch.stack(metrics).mean(0).tolist()
@@ -467,6 +458,7 @@ def adjust_coefficients(state: State, args: Args) -> None:
     """Set the next iteration's coefficients, by their schedules and the last iteration's metrics, if any."""
     remaining = 1 - state.global_step / args.total_timesteps
     scheduled_lr = args.learning_rate * (remaining if args.anneal_lr else 1)
+    # What is not adapted is set anew, because a resumed run may have adapted it before.
     if args.adapt != "learning-rate":
         state.learning_rate = scheduled_lr
     if args.adapt != "clip-coef":
@@ -483,7 +475,7 @@ def adjust_coefficients(state: State, args: Args) -> None:
         state.kl_coef = min(max(state.kl_coef * 2.0**direction, 1e-4), 1e4)
     elif args.adapt == "clip-coef":
         state.clip_coef = min(max(state.clip_coef / 2.0**direction, 0.01), 0.3)
-    elif args.adapt == "learning-rate":  # Rudin et al. 2022, and RSL-RL
+    elif args.adapt == "learning-rate":  # as in Rudin et al. 2022, but with §4's thresholds
         state.learning_rate = min(max(state.learning_rate / 1.5**direction, 1e-5), scheduled_lr)
     if args.target_entropy is not None:
         surplus = state.metrics["entropy"] - args.target_entropy
@@ -512,12 +504,12 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
     if args.resume:
         restore(args, agent, optimizer, state)
         agent.log_std.data.clamp_(min=args.min_log_std)  # a new limit holds from the first action on
-    step: Callable = partial(gradient_step, agent, optimizer, args, state)
+    learn: Callable = partial(gradient_step, agent, optimizer, args, state)
     if args.compile:
-        step = compile_gradient_step(agent, optimizer, args, state)
+        learn = compile_gradient_step(agent, optimizer, args, state)
 
     with Run(args, envs, agent, optimizer, state, stop) as run:
-        rollout.obs[-1], _ = envs.reset(seed=env_seed + state.global_step)
+        rollout.obs[-1], _ = envs.reset(seed=env_seed + state.global_step)  # where the first rollout starts
         while state.global_step < args.total_timesteps and not stop:
             adjust_coefficients(state, args)
             collect_rollout(envs, agent, rollout)
@@ -525,7 +517,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
             state.global_step += len(batch.obs)
             if state.global_step == len(batch.obs) and args.norm_obs:
                 continue  # the first rollout only sets the normalisers: learning never sees raw observations
-            state.metrics = data_metrics | update(agent, step, batch, estimate, args)
+            state.metrics = data_metrics | update(agent, learn, batch, estimate, args)
             run.log(rollout.episodes)
         run.save()
     return run.finish(stop)
@@ -535,11 +527,11 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
 
 
 class Refused(Exception):  # noqa: N818
-    """The request cannot be right. On the command line: one line, exit status 2, and nothing written."""
+    """The request cannot be right. On the command line: one line, and exit status 2."""
 
 
 class Diverged(Exception):  # noqa: N818
-    """The networks are no longer finite. On the command line: what to do, exit status 1."""
+    """Networks, loss or gradient are no longer finite. On the command line: what to do, and exit status 1."""
 
 
 def refuse(wrong: object, reason: str) -> None:
@@ -565,7 +557,7 @@ def refuse_errors(reason: str, *kinds: type[Exception], about: str = "") -> Iter
 def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: State) -> Callable:
     """`gradient_step` as one graph. Adam is a function here: `optimizer.step()` cannot be part of a graph."""
     with refuse_errors("--compile needs PyTorch 2.13", AttributeError):
-        torch._dynamo.config.trace_autograd_ops = True  # or `torch.autograd.grad` could not be part of it
+        torch._dynamo.config.trace_autograd_ops = True  # lets `torch.autograd.grad` be part of it
     torch.fx.experimental._config.use_duck_shape = False  # sizes that are equal at first may differ later
     (group,) = optimizer.param_groups
     parameters = [p for p in group["params"] if p.requires_grad]
@@ -577,32 +569,29 @@ def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: Stat
     steps: Any = [optimizer.state[p]["step"] for p in parameters]
     settings: Any = {name: group[name] for name in ("eps", "weight_decay", "amsgrad", "maximize")}
     settings["beta1"], settings["beta2"] = group["betas"]
-    # As tensors, the coefficients can change without compiling anew.
-    tensors: Any = [torch.tensor(float(getattr(state, name))) for name in COEFFICIENTS]
-    coefficients: Any = make_dataclass("Coefficients", COEFFICIENTS)(*tensors)  # the rest would be constant
+    coefficients: Any = make_dataclass("Coefficients", COEFFICIENTS)  # all that the graph sees of the state
 
-    def graph(batch: Batch) -> Tensor:
-        loss, metrics = ppo_loss(agent, batch, args, coefficients)
+    def graph(batch: Batch, values: Tensor) -> Tensor:  # a tensor can change without compiling anew
+        now = coefficients(*values)
+        loss, metrics = ppo_loss(agent, batch, args, now)
         gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
         grad_norm = nn.utils.get_total_norm(gradients, foreach=False)
         scale = (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)
         clipped: Any = [gradient * scale for gradient in gradients]
         with torch.no_grad():
-            adam(parameters, clipped, averages, squares, [], steps, lr=coefficients.learning_rate, **settings)
+            adam(parameters, clipped, averages, squares, [], steps, lr=now.learning_rate, **settings)
         return torch.cat([metrics, grad_norm.unsqueeze(0)])
 
     def check_shapes_only(guards: Sequence[Any]) -> list[bool]:
         """Nothing but the size of a batch can change; checking all else before each call takes 20% longer."""
         return [guard.guard_type == "SHAPE_ENV" for guard in guards]
 
-    graph.__code__ = graph.__code__.replace()  # a copy: Dynamo would reuse what it compiled for another run
+    graph.__code__ = graph.__code__.replace()  # a copy: Dynamo caches by code object, also between runs
     options: Any = {"cpp_wrapper": True, "guard_filter_fn": check_shapes_only}
     compiled = torch.compile(graph, dynamic=True, fullgraph=True, options=options)
 
     def step(batch: Batch) -> Tensor:
-        for tensor, name in zip(tensors, COEFFICIENTS, strict=True):
-            tensor.fill_(getattr(state, name))
-        return compiled(batch)
+        return compiled(batch, torch.tensor([float(getattr(state, name)) for name in COEFFICIENTS]))
 
     return step
 
@@ -611,7 +600,7 @@ def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: Stat
 
 
 def make_env(args: Args, **kwargs: Any) -> gym.Env:
-    """One environment. To train on a class of your own, put `MyEnv()` in the place of `gym.make(...)`."""
+    """One environment. To train on a class of your own, put `MyEnv(**kwargs)` in place of `gym.make(...)`."""
     bad_argument = refuse_errors("an argument does not fit", TypeError, about="unexpected keyword argument")
     with refuse_errors(f"cannot make {args.env_id}", gym.error.Error, ModuleNotFoundError), bad_argument:
         return gym.make(args.env_id, **parse_kwargs(args.env_kwargs), **kwargs)
@@ -642,7 +631,7 @@ def make_flat_env(args: Args, index: int) -> gym.Env:
     """Environment number `index` of N, with flat observations."""
     if "AsyncVectorEnv" in multiprocessing.current_process().name:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process
-        random.seed(f"{args.seed} {index}")  # of environments that use these generators, none is a copy
+        random.seed(f"{args.seed} {index}")  # so that environments that use these generators differ
         np.random.seed([args.seed, index])  # noqa: NPY002
     env = make_env(args)
     space = env.observation_space
@@ -650,8 +639,7 @@ def make_flat_env(args: Args, index: int) -> gym.Env:
 
     def flatten(obs: Any) -> Any:
         flat = gym.spaces.flatten(space, obs)
-        right = len(flat) == size and (space.shape is None or np.shape(obs) == space.shape)
-        if not right:
+        if len(flat) != size or (space.shape is not None and np.shape(obs) != space.shape):
             found = f"an observation of shape {np.shape(obs)}, with {len(flat)} numbers"
             raise ValueError(f"environment {index} returned {found}; its space is {space}")
         return flat
@@ -660,7 +648,7 @@ def make_flat_env(args: Args, index: int) -> gym.Env:
 
 
 class StaggeredEnv(gym.Wrapper):
-    """With --stagger, one early episode is cut as by a time limit, after steps that depend on the index."""
+    """With --stagger, truncates one early episode, after a number of steps that depends on the index."""
 
     def __init__(self, args: Args, index: int):
         super().__init__(make_flat_env(args, index))
@@ -677,7 +665,7 @@ class StaggeredEnv(gym.Wrapper):
 def make_envs(args: Args) -> VectorEnv:
     """N environments that reset in the step after an episode's end.
 
-    They are the environment's own vector version if it has one; otherwise, they share this process or, with
+    They are the environment's own vector version, if it fits; otherwise, they share this process or, with
     --async-envs, have one each. Raises `Refused` for an environment that this script cannot train on.
     """
     refuse(args.env_id.startswith("ALE/"), f"{args.env_id} is an Atari game: use ppo_atari.py")
@@ -690,11 +678,12 @@ def make_envs(args: Args) -> VectorEnv:
     other = ": use ppo.py" if isinstance(actions, gym.spaces.Discrete) else ""
     real = isinstance(actions, gym.spaces.Box) and actions.dtype.kind == "f" and 0 not in actions.shape
     refuse(not real, f"its actions are {actions}, not a Box of real numbers{other}")
-    with refuse_errors(f"its observations do not flatten to a vector: {obs}", NotImplementedError):
-        refuse(not obs.is_np_flattenable, f"its observations do not flatten to a vector: {obs}")
+    not_flat = f"its observations do not flatten to a vector: {obs}"
+    with refuse_errors(not_flat, NotImplementedError):
+        refuse(not obs.is_np_flattenable, not_flat)
     vector = isinstance(obs, gym.spaces.Box) and len(obs.shape) == 1
     native = spec and spec.vector_entry_point and vector and not args.async_envs
-    # Not if it would lack a wrapper that `make_env` adds, or keep a time limit that it removes.
+    # Only if its wrappers and its time limit would be those of `make_env`.
     native = native and not spec.additional_wrappers
     if native and (spec.max_episode_steps or not gym.spec(spec.id).max_episode_steps):
         spec.kwargs.pop("render_mode", None)  # only the evaluation is recorded
@@ -710,22 +699,35 @@ def make_envs(args: Args) -> VectorEnv:
 def check_finite(rollout: Rollout) -> None:
     """Raise `ValueError` if an observation or a reward is not finite."""
     finite: Any = np.isfinite(rollout.obs).all(-1)
-    for t, n in np.argwhere(~(finite[:-1] & finite[1:] & np.isfinite(rollout.rewards)))[:1]:
+    for t, n in np.argwhere(~(finite[:-1] & finite[1:] & np.isfinite(rollout.rewards)))[:1]:  # the first
         values = f"from {rollout.obs[t, n]} to {rollout.obs[t + 1, n]}, reward {rollout.rewards[t, n]}"
         raise ValueError(f"environment {n} returned a value that is not finite in step {t}: {values}")
+
+
+def finished_episodes(rollout: Rollout) -> list[tuple[float, int]]:
+    """Return and length of each episode that ended (Gymnasium's wrapper would cost 10% of a compiled run)."""
+    episodes = []
+    returns = rollout.episode_returns + np.cumsum(rollout.rewards * rollout.valid, 0, float)
+    lengths = rollout.episode_lengths + np.cumsum(rollout.valid, 0)
+    for t, n in np.argwhere(rollout.terminated | rollout.truncated):
+        episodes.append((float(returns[t, n]), int(lengths[t, n])))
+        returns[:, n] -= returns[t, n]
+        lengths[:, n] -= lengths[t, n]
+    rollout.episode_returns, rollout.episode_lengths = returns[-1], lengths[-1]
+    return episodes
 
 
 def seed_everything(seed: int) -> int:
     """Seed all random generators, and return a seed for the environments."""
     for function in (random.seed, np.random.seed, torch.manual_seed):
         function(seed)
-    # A hash, because Gymnasium gives environment i this seed + i: runs 1 and 2 would share most of theirs.
+    # A hash, because Gymnasium seeds environment i with this + i: seeds 1 and 2 would share most of them.
     return int(np.random.SeedSequence(seed).generate_state(1)[0]) >> 1
 
 
 # ------------------------------------------------- Advice --------------------------------------------------
 
-ADVICE = [  # name; after so many iterations in a row; in which this holds (see `diagnose`); what to do
+ADVICE = [  # name; iterations in a row; condition, which `diagnose` evaluates; text
     ("explosion", 1, lambda m: m["kl"] > 1,
      "KL > 1 in one iteration: the update was far too large; start again with a lower --learning-rate"),
     ("kl", 5, lambda m: m["kl"] > max(0.05, 2 * m["desired_kl"]),
@@ -744,7 +746,7 @@ ADVICE = [  # name; after so many iterations in a row; in which this holds (see 
     ("outside", 10, lambda m: m["outside"] > 0.8,
      "over 80% of actions are clipped: most noise has no effect; lower --init-log-std or --learning-rate"),
     ("rewards", 1, lambda m: m["reward_range"] > 1000 and m["reward_max"] >= 10,
-     "a reward is over 1000 times the median: the others hardly count; clip rewards in the environment"),
+     "a reward is over 1000 times the median one: the others hardly count; clip rewards in the environment"),
     ("mismatch", 1, lambda m: m["policy_mismatch"] > 1e-4,
      "acting and learning policies differ by > 1e-4: check what you changed, or use --device cpu"),
 ]  # fmt: skip
@@ -771,7 +773,7 @@ def diagnose(metrics: dict[str, float], args: Args, state: State) -> list[str]:
 def plan(args: Args) -> str:
     """What a run with these settings does."""
     size, steps = args.num_envs * args.num_steps, args.update_epochs * args.num_minibatches
-    return f"""{args.env_id}: {args.total_timesteps:,.0f} steps, rounded up to rollouts, seed {args.seed}
+    return f"""{args.env_id}: {args.total_timesteps:,.0f} steps, rounded up to full rollouts, seed {args.seed}
 rollout    {args.num_envs} environments x {args.num_steps} steps = {size:,} transitions, less those that reset
 update     {args.update_epochs} epochs x {args.num_minibatches} minibatches = {steps} gradient steps
 schedules  learning rate {args.learning_rate:g}{" to 0" * args.anneal_lr}, adapt {args.adapt}
@@ -833,9 +835,6 @@ class Run(AbstractContextManager):
         say(f"{plan(args)}\nfolder     {folder}")
         self.save()
 
-    def __enter__(self) -> Run:
-        return self
-
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
         if is_terminal():
             say("")
@@ -848,7 +847,7 @@ class Run(AbstractContextManager):
         for process in processes:  # they may be dead, or hang
             process.kill()
         self.envs.unwrapped.closed = bool(processes)
-        with suppress(Exception):  # that of the environment's step says more
+        with suppress(Exception):  # the environment's own error says more
             self.envs.close()
         if self.stop and isinstance(error, (EOFError, ConnectionError)):
             self.save()  # a signal to all processes ended a worker: this rollout is lost, and nothing else
@@ -869,7 +868,7 @@ class Run(AbstractContextManager):
         scalars = {"charts/SPS": speed} if speed > 0 else {}
         scalars |= {f"losses/{name}": value for name, value in metrics.items()}
         scalars |= {f"charts/{name}": getattr(state, name) for name in COEFFICIENTS}
-        for name, values in zip(("return", "length"), zip(*episodes, strict=True), strict=False):
+        for name, values in zip(("return", "length"), np.transpose(episodes), strict=False):
             for suffix, statistic in (("", np.mean), ("_std", np.std), ("_min", np.min), ("_max", np.max)):
                 scalars[f"charts/episodic_{name}{suffix}"] = float(statistic(values))
         if episodes:
@@ -941,6 +940,7 @@ PROGRAM = ["python", __file__]  # what the printed commands call; see `main`
 FORMAT = "ppo-continuous-2"
 # TensorBoard's page of hyperparameters has these, and all that differ from the defaults.
 HPARAMS = "env_id", "seed", "learning_rate", "num_envs", "num_steps", "update_epochs", "gamma", "gae_lambda"
+# The settings in a checkpoint; those of Performance may be others when training is resumed.
 SAVED = ["exp_name", "seed", *(setting.name for setting in (*fields(Environment), *fields(Algorithm)))]
 
 
@@ -968,7 +968,7 @@ def restore(args: Args, agent: Agent, optimizer: Adam, state: State) -> None:
     seed_everything((args.seed + content["state"]["global_step"]) % 2**32)  # not the first episodes again
     torch.set_rng_state(content["random"])
     for name, value in content["state"].items():
-        if getattr(args, name, None) == getattr(content["args"], name, None):
+        if name not in COEFFICIENTS or getattr(args, name) == getattr(content["args"], name):
             setattr(state, name, value)  # not where a flag replaces a coefficient
     done = state.global_step >= args.total_timesteps
     refuse(done, f"{args.resume} has done {state.global_step:,} steps; set --total-timesteps to more")
@@ -978,8 +978,8 @@ def load_policy(path: str | Path, device: str = "cpu", trusted: str = "") -> Cal
     """A trained policy, as a function from the environment's own observations to its actions.
 
     `policy(obs, sample=False)` takes one observation or a batch of them, and returns as many actions: the
-    most likely ones, or samples. If a module registers the environment, import it before, or trust it: see
-    `load_checkpoint`.
+    most likely ones, or samples. If a module registers the environment, import it first, or trust its env_id:
+    see `load_checkpoint`.
     """
     content = load_checkpoint(path, trusted)
     env = gym.wrappers.FlattenObservation(make_env(content["args"]))
@@ -998,8 +998,8 @@ def load_policy(path: str | Path, device: str = "cpu", trusted: str = "") -> Cal
         single = isinstance(part_obs, str) or np.shape(part_obs) == part.shape
         batch = [obs] if single else gym.vector.utils.iterate(gym.vector.utils.batch_space(space), obs)
         flat = np.stack([np.asarray(gym.spaces.flatten(space, item)) for item in batch])
-        if flat.shape[1] != len(agent.normalised):
-            raise ValueError(f"the policy takes {len(agent.normalised)} numbers, not {flat.shape[1]}")
+        if flat.shape[1] != agent.obs_size:
+            raise ValueError(f"the policy takes {agent.obs_size} numbers, not {flat.shape[1]}")
         noise = torch.randn(len(flat), agent.action_size).to(device) if sample else 0.0
         actions = agent.env_actions(agent.act(flat, noise)[0].cpu().numpy())
         return actions[0] if single else actions
@@ -1031,10 +1031,10 @@ def evaluate(path: Path, args: Args) -> np.ndarray:
 
 # ------------------------------------------------- Command line --------------------------------------------
 
-BOUNDS = {  # settings outside these are nonsense
+BOUNDS = {  # the range of each setting
     "num_envs num_minibatches hidden_size num_threads eval_episodes update_epochs": (1, 1e6),
     "total_timesteps eval_max_steps": (1, 1e15),
-    "num_steps": (4, 1e6),  # of fewer steps, all but one may be filler rows
+    "num_steps": (4, 1e6),  # with fewer, all rows but one may be filler
     "learning_rate clip_coef max_grad_norm desired_kl target_kl checkpoint_seconds log_seconds": (1e-12, 1e6),
     "gamma gae_lambda": (0, 1),
     "ent_coef vf_coef kl_coef": (0, 1e6),

@@ -8,7 +8,7 @@
     python ppo_rlhf.py --model <folder> --reward-model <folder> --prompts prompts.jsonl --learning-rate 1e-6
     torchrun --nproc-per-node 4 ppo_rlhf.py --model <folder> --reward-function my_module:reward ...
 
-Without --model, it makes a task on the spot: a small transformer learns to write reviews, a reward model
+Without --model, it builds a small task: a transformer learns to write reviews, a reward model
 learns from the choices of a simulated human, and PPO trains the first with the scores of the second. The
 best policy over all likely responses is known, and the run ends by saying how close it came. With --model, it
 trains a model of the transformers library (to be installed) on your prompts: lines of JSON such as
@@ -80,7 +80,7 @@ class Experiment:  # the comments are the texts of --help
 
 @dataclass
 class Task:
-    model: str | None = None  # the actor: a folder or name for transformers; None makes a task on the spot
+    model: str | None = None  # the actor: a folder or name for transformers; None is for the built-in task
     reward_model: str | None = None  # folder or name of a model that scores a sequence of the same tokens
     reward_function: str | None = None  # or a function of texts, as `module:function`
     prompts: str | None = None  # file with a line of JSON for each prompt
@@ -535,7 +535,7 @@ def adjust_coefficients(state: State, args: Args) -> None:
 def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
     """PPO ([PPO], Algorithm 1) from human feedback. Once `stop` has an element, it saves and returns.
 
-    Returns "checkpoint" (its path) and, on the task made on the spot, the result of `compare_with_optimum`.
+    Returns "checkpoint" (its path) and, on the built-in task, the result of `compare_with_optimum`.
     Raises `Refused` and `Diverged`.
     """
     check_args(args)
@@ -580,7 +580,7 @@ class Refused(Exception):  # noqa: N818
 
 
 class Diverged(Exception):  # noqa: N818
-    """The networks are no longer finite. On the command line: what to do, exit status 1."""
+    """Networks, loss or gradient are no longer finite. On the command line: what to do, and exit status 1."""
 
 
 def refuse(wrong: object, reason: str) -> None:
@@ -641,7 +641,7 @@ def autocast(args: Args) -> torch.autocast:
     return torch.autocast(args.device.partition(":")[0], torch.bfloat16, enabled=args.bfloat16)
 
 
-# ------------------------------------------------- The task made on the spot -------------------------------
+# ------------------------------------------------- The built-in task ---------------------------------------
 
 PRODUCTS = {
     "hotel": ("room", "staff", "food"),
@@ -912,7 +912,7 @@ def compare_with_optimum(models: Models, args: Args, kl_coef: float, floor: floa
 
 
 def load_models(args: Args) -> Models:
-    """The models that --model and the other flags name, or those of the task made on the spot."""
+    """The models that --model and the other flags name, or those of the built-in task."""
     models = load_pretrained(args) if args.model else make_models(args)
     refuse(any(p.requires_grad for p in models.reference.parameters()), "the reference must be frozen")
     return models.to(args.device).eval()  # no dropout: with it, the first ratio would not be 1
@@ -1321,10 +1321,10 @@ def check_args(args: Args) -> None:
         refuse(both_or_none, "--model needs either --reward-model or --reward-function")
         too_fast = args.learning_rate > (1e-3 if args.lora_rank else 1e-4)
         refuse(too_fast, "--model needs a --learning-rate of at most 1e-4, or 1e-3 with --lora-rank")
-        refuse(args.reward_model_updates, "--reward-model-updates is for the task made on the spot")
+        refuse(args.reward_model_updates, "--reward-model-updates is for the built-in task")
         refuse(args.lora_rank and args.share_critic, "--lora-rank and --share-critic exclude each other")
     else:
-        refuse(args.device != "cpu", "--device needs --model; the task made on the spot is for the CPU")
+        refuse(args.device != "cpu", "--device needs --model; the built-in task is for the CPU")
         for name in NEEDS_MODEL:
             refuse(getattr(args, name), f"--{name.replace('_', '-')} needs --model")
 

@@ -4,7 +4,7 @@
     python benchmarks/language.py --only 'ppo_rlhf/frontier*' --seeds 1
     python benchmarks/language_report.py                      # the tables and figures of what is stored
 
-All runs are of the tasks that the scripts make on the spot. Runs of a seed share its supervised model and its
+All runs are of the built-in tasks of the scripts. Runs of a seed share its supervised model and its
 reward model, as separate runs would have them, too. Each run stores one small file.
 """
 

@@ -117,8 +117,8 @@ def beside_sb3(results: pd.DataFrame, name: str, peer: str, task: experiments.Ta
 
 def classic_table(results: pd.DataFrame) -> Iterator[Row]:
     """Classic control."""
-    rows = [("ppo", task) for task in experiments.CLASSIC]
-    rows.insert(3, ("no-entropy-bonus", ("Acrobot-v1", 500_000)))
+    rows = [("classic", task) for task in experiments.CLASSIC]
+    rows.insert(3, ("classic-acrobot", ("Acrobot-v1", 500_000)))
     rows.append(("taxi", ("Taxi-v4", 500_000)))
     for name, task in rows:
         yield beside_sb3(results, name, "sb3-rl-zoo", task)
@@ -242,11 +242,12 @@ def speed_table(rows: list[dict[str, Any]]) -> Iterator[Row]:
 
 
 def short_table(results: pd.DataFrame, rows: list[tuple[str, experiments.Task]]) -> Iterator[Row]:
-    """Greedy returns of experiments on tasks, beside the best published."""
+    """Greedy returns of experiments on tasks, beside the best published; with the steps unless all are 1M."""
+    same = all(steps == 1_000_000 for _, (_, steps) in rows)
     for name, (env_id, steps) in rows:
         yield {
             "environment": environment(name, env_id),
-            "steps": short(steps),
+            "steps": "" if same else short(steps),
             "greedy return": spread(select(results, name, (env_id, steps)).greedy),
             "best published": published(env_id).partition(" (")[0],
         }
@@ -279,7 +280,7 @@ def markdown(rows: Iterable[Row]) -> str:
 def tables() -> dict[str, str]:
     """All tables as Markdown, by name."""
     results, speed = load(), json.loads((experiments.RESULTS / "throughput.json").read_text())
-    classic = [("ppo", task) for task in experiments.CLASSIC if task != ("CartPole-v1", 500_000)]
+    classic = [("classic", task) for task in experiments.CLASSIC if task != ("CartPole-v1", 500_000)]
     atari = [
         ("atari-pong", (experiments.PONG, 2_000_000)),
         ("atari-breakout", (experiments.BREAKOUT, 500_000)),

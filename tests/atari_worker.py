@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 def learn(agent, optimizer, whole, args):
     """An iteration on this process's share of a rollout: metrics, weights, and the KL after each step."""
     rollout, share = ppo.Rollout(args, agent), args.num_envs // PROCESSES
-    for name in ("obs", "log_policy", "values", "actions", "rewards", "terminated", "truncated", "valid"):
+    for name in ("obs", "policies", "values", "actions", "rewards", "terminated", "truncated", "valid"):
         getattr(rollout, name)[:] = getattr(whole, name)[:, RANK * share : (RANK + 1) * share]
     batch, metrics = ppo.make_batch(agent, rollout, args)
     kls, kls_here = [], []
@@ -30,7 +30,7 @@ def learn(agent, optimizer, whole, args):
         metrics = ppo.gradient_step(agent, optimizer, args, make_state(args), minibatch)
         kls.append(ppo.distance_moved(agent, minibatch))
         with torch.no_grad():
-            kl = ppo.kl_divergence(minibatch.log_policy, agent(minibatch.obs)[0])
+            kl = ppo.kl_divergence(minibatch.old_policy, agent(minibatch.obs)[0])
         kls_here.append((kl @ minibatch.weights / minibatch.weights.sum()).item())
         return metrics
 

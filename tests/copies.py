@@ -24,11 +24,11 @@ ORIGINALS = {
     "grpo.py": "ppo_rlhf.py",
 }
 DIFFERENT = {  # script: units of its original that differ there on purpose, or are absent
-    "ppo_continuous.py": "mlp Agent.__init__ Agent.log_policy Agent.act gumbel_noise log_prob entropy "
+    "ppo_continuous.py": "mlp Agent.__init__ Agent.policy Agent.act gumbel_noise log_prob entropy "
     "kl_divergence Batch Rollout.__init__ collect_rollout make_batch update train "
     "make_envs ADVICE FORMAT load_policy BOUNDS check_args",
     "ppo_atari.py": "mlp RunningMoments RunningMoments.__init__ RunningMoments.update Agent Agent.__init__ "
-    "Agent.normalize Agent.log_policy Agent.value Agent.act Batch ppo_loss Rollout Rollout.__init__ "
+    "Agent.normalize Agent.policy Agent.value Agent.act Batch ppo_loss Rollout Rollout.__init__ "
     "collect_rollout finished_episodes scale_rewards make_batch gradient_step compile_gradient_step "
     "distance_moved update train make_env make_flat_env make_envs check_finite Run.__exit__ FORMAT "
     "load_policy evaluate BOUNDS check_args main make_recordable_env Run.finish",

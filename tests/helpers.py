@@ -54,7 +54,7 @@ class Case:
         """An agent whose policy depends on what it sees, and whose statistics are not those of a new one."""
         torch.manual_seed(seed)
         agent = self.new_agent(args, **given)
-        size = len(agent.normalised)
+        size = agent.obs_size
         with torch.no_grad():
             agent.actor[-1].weight.mul_(60)
             for layer in (*agent.actor[::2], *agent.critic[::2]):
@@ -84,7 +84,7 @@ class Case:
         envs = self.script.make_envs(args)
         spaces_ = {"obs_space": envs.single_observation_space, "action_space": envs.single_action_space}
         agent = self.make_agent(args, seed=3, **spaces_)
-        size = len(agent.normalised)
+        size = agent.obs_size
         agent.obs_moments.mean.copy_(torch.linspace(11, 3, size))
         agent.obs_moments.var.copy_(torch.linspace(1, 9, size))
         rollout = self.script.Rollout(args, agent)

@@ -71,7 +71,7 @@ def make_rollout(args, agent, seed=0, chance=0.2):
     with torch.no_grad():
         steps = [agent.act(obs, ppo.gumbel_noise(shape[1], agent.num_actions)) for obs in rollout.obs]
     rollout.actions = torch.stack([actions for actions, _, _ in steps[:-1]]).numpy()
-    rollout.log_policy = torch.stack([log_policy for _, log_policy, _ in steps[:-1]])
+    rollout.policies = torch.stack([log_policy for _, log_policy, _ in steps[:-1]])
     rollout.values = torch.stack([values for _, _, values in steps])
     return rollout
 
@@ -302,7 +302,7 @@ def test_a_rollout_continues_where_the_last_ended():
     with torch.no_grad():
         log_policy, values = agent(rollout.obs.flatten(0, 1))
     torch.testing.assert_close(rollout.values.flatten(), values)
-    torch.testing.assert_close(rollout.log_policy.flatten(0, 1), log_policy[:-2])
+    torch.testing.assert_close(rollout.policies.flatten(0, 1), log_policy[:-2])
 
 
 def test_a_rollout_is_what_the_game_showed():
@@ -422,7 +422,7 @@ def test_a_batch():
     assert metrics["explained_variance"] == pytest.approx(explained, abs=1e-4)
     assert metrics["critic_error"] == pytest.approx(error, rel=1e-4)
     assert metrics["policy_mismatch"] < 1e-5
-    rollout.log_policy[1, 2] += 0.5
+    rollout.policies[1, 2] += 0.5
     assert ppo.make_batch(agent, rollout, args)[1]["policy_mismatch"] == pytest.approx(0.5, abs=1e-4)
 
 
@@ -437,7 +437,7 @@ def test_what_filler_rows_hold_does_not_matter():
         assert filler.sum() >= 4
         if wild:
             rollout.rewards[filler], rollout.actions[filler] = 1e6, 4
-            rollout.log_policy[torch.from_numpy(filler)] = -3.0
+            rollout.policies[torch.from_numpy(filler)] = -3.0
         metrics = learn(agent, rollout, args)
         results.append(([*agent.parameters()], {name: metrics[name] for name in (*ppo.METRICS, "kl")}))
     assert all(torch.equal(one, other) for one, other in zip(results[0][0], results[1][0], strict=True))
@@ -463,7 +463,7 @@ class Fixed:
     def __call__(self, obs):
         return self.outputs
 
-    def log_policy(self, obs):
+    def policy(self, obs):
         return self.outputs[0]
 
     def value(self, obs):

@@ -297,7 +297,7 @@ def test_a_policy_samples(script, tmp_path):
     obs = np.array([1.0, -2.0, 3.0], np.float32)
     torch.manual_seed(1)
     actions = policy(np.tile(obs, (4000, 1)), sample=True)
-    distribution = agent.log_policy(agent.normalize(torch.tensor(obs))).detach()
+    distribution = agent.policy(agent.normalize(torch.tensor(obs))).detach()
     if script is PPO:
         shares = [(actions == 5 + action).mean() for action in range(3)]
         assert shares == pytest.approx(distribution.exp().tolist(), abs=0.03)

@@ -93,7 +93,7 @@ def test_first_weights(case):
         np.testing.assert_allclose(square, gain**2 * np.eye(len(square)), atol=1e-5 * gain**2)
         assert layer.bias.abs().max() == 0
     policy = [-math.log(4)] * 4 if case is DISCRETE else [0, 0, -0.5, -0.5]
-    np.testing.assert_allclose(float64(agent.log_policy(torch.randn(9, D))), [policy] * 9, atol=0.05)
+    np.testing.assert_allclose(float64(agent.policy(torch.randn(9, D))), [policy] * 9, atol=0.05)
 
 
 # compute_gae
@@ -133,7 +133,7 @@ class Given:
     def __init__(self, policy, values):
         self.given_policy, self.given_values = policy, values
 
-    def log_policy(self, obs):
+    def policy(self, obs):
         return self.given_policy
 
     def value(self, obs):
@@ -152,7 +152,7 @@ def random_batch(case, seed, rows=12):
     if case is ATARI:
         columns.append(torch.tensor([1.0, 1.0, 0.0] * (rows // 3), dtype=torch.float64))  # 0 for filler rows
     batch = case.script.Batch(*columns)
-    return new, batch.values + 0.5 * noise[4, :, 0], batch
+    return new, batch.old_values + 0.5 * noise[4, :, 0], batch
 
 
 def reference_loss(case, policy, values, batch, args, state):

@@ -101,7 +101,7 @@ def test_statistics_change_only_after_acting_and_learning_agree(case):
     args = case.make_args(env_id=case.env_id, num_steps=9)
     envs, agent, rollout = case.begin(args)
     obs, returns, running = [], [], np.zeros(4)
-    agent.obs_moments = case.script.RunningMoments(len(agent.normalised))
+    agent.obs_moments = case.script.RunningMoments(agent.obs_size)
     agent.return_moments = case.script.RunningMoments(1)
     step = case.make_step(agent, args)
     for _ in range(4):
@@ -354,7 +354,7 @@ def test_one_epoch_of_one_minibatch_is_a_step_of_a2c(case, surrogate, limit):
     obs, _, _, _, advantages, returns = (torch.from_numpy(x).float() for x in columns)
     step = case.make_step(agent, args, state, SGD(agent.parameters(), 99.0))
     metrics = case.learn(agent, rollout, args, step=step)
-    distribution = case.distribution(a2c.log_policy(obs))
+    distribution = case.distribution(a2c.policy(obs))
     policy_loss = -(distribution.log_prob(torch.from_numpy(columns[1])) * advantages).mean()
     value_loss = (0.5 * (a2c.value(obs) - returns) ** 2).mean()
     entropy = distribution.entropy().mean()
