@@ -406,9 +406,8 @@ def update(agent: Agent, learn: Callable, batch: Batch, args: Args) -> dict[str,
     metrics = []  # of each gradient step, still as tensors: reading them would wait for the GPU
     for _ in range(args.update_epochs):
         order = torch.randperm(len(batch.obs)).to(args.device)
-        shuffled = (column[order].tensor_split(num_minibatches) for column in batch)
-        for minibatch in zip(*shuffled, strict=True):
-            metrics.append(learn(Batch(*minibatch)))
+        for rows in order.tensor_split(num_minibatches):
+            metrics.append(learn(Batch(*(column[rows] for column in batch))))
         if args.target_kl is not None and distance_moved(agent, batch) > args.target_kl:
             break
     means = torch.stack(metrics).mean(0).tolist()
@@ -678,7 +677,7 @@ ADVICE = [  # name; iterations in a row; condition, which `diagnose` evaluates; 
      "KL < 1e-6 in the first half of training: the policy hardly changes; raise --learning-rate"),
     ("critic", 20, lambda m: m["explained_variance"] < 0 and m["critic_error"] > 0.1
      and m["progress"] > 0.1 and not m["exploded"],
-     "explained variance < 0: the critic is worse than a constant; raise --vf-coef"),
+     "explained variance < 0: the critic is worse than a constant; check --vf-coef and the observations"),
     ("collapse", 10, lambda m: m["entropy"] < 0.05 and m["improvement"] <= 0 and not m["exploded"],
      "entropy < 0.05, and returns no better than at first: exploration has stopped; raise --ent-coef"),
     ("random", 10, lambda m: m["relative_entropy"] > 0.95 and m["progress"] > 0.5

@@ -660,7 +660,7 @@ ADVICE = [  # name; iterations in a row; condition, which `diagnose` evaluates; 
      "KL < 1e-6 in the first half of training: the policy hardly changes; raise --learning-rate"),
     ("critic", 20, lambda m: m["explained_variance"] < 0 and m["critic_error"] > 0.1
      and m["progress"] > 0.1 and not m["exploded"],
-     "explained variance < 0: the critic is worse than a constant; raise --vf-coef"),
+     "explained variance < 0: the critic is worse than a constant; check --vf-coef and the observations"),
     ("collapse", 10, lambda m: m["entropy"] < 0.05 and m["improvement"] <= 0 and not m["exploded"],
      "entropy < 0.05, and returns no better than at first: exploration has stopped; raise --ent-coef"),
     ("random", 10, lambda m: m["relative_entropy"] > 0.95 and m["progress"] > 0.5

@@ -444,9 +444,8 @@ def update(agent: Agent, learn: Callable, batch: Batch, estimate: Callable, args
             _, advantages, returns = estimate()
             batch = batch._replace(advantages=advantages, returns=returns)
         order = torch.randperm(len(batch.obs)).to(args.device)
-        shuffled = (column[order].tensor_split(num_minibatches) for column in batch)
-        for minibatch in zip(*shuffled, strict=True):
-            metrics.append(learn(Batch(*minibatch)))
+        for rows in order.tensor_split(num_minibatches):
+            metrics.append(learn(Batch(*(column[rows] for column in batch))))
             agent.log_std.data.clamp_(min=args.min_log_std)  # in `policy`, it would stop the gradient
         if args.target_kl is not None and distance_moved(agent, batch) > args.target_kl:
             break
@@ -738,7 +737,7 @@ ADVICE = [  # name; iterations in a row; condition, which `diagnose` evaluates; 
      "KL < 1e-6 in the first half of training: the policy hardly changes; raise --learning-rate"),
     ("critic", 20, lambda m: m["explained_variance"] < 0 and m["critic_error"] > 0.1
      and m["progress"] > 0.1 and not m["exploded"],
-     "explained variance < 0: the critic is worse than a constant; raise --vf-coef"),
+     "explained variance < 0: the critic is worse than a constant; check --vf-coef and the observations"),
     ("narrow", 10, lambda m: m["std_min"] < 0.02 and not m["exploded"],
      "a standard deviation < 0.02, where 1 is half of a range: exploration has stopped; raise --min-log-std"),
     ("wide", 10, lambda m: m["std_max"] > 3,
