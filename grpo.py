@@ -686,11 +686,11 @@ def refuse(wrong: object, reason: str) -> None:
 
 @contextmanager
 def refuse_errors(reason: str, *kinds: type[Exception], about: str = "") -> Iterator[None]:
-    """Raise `Refused` instead of exceptions of these kinds whose text contains `about`."""
+    """Raise `Refused` instead of exceptions of these kinds whose text matches the pattern `about`."""
     try:
         yield
     except kinds as error:
-        if about not in str(error):
+        if not re.search(about, str(error)):
             raise
         raise Refused(f"{reason}: {' '.join(str(error).split())[:300] or repr(error)}") from error
 
@@ -1475,8 +1475,18 @@ BOUNDS = {  # settings outside these are nonsense
 NEEDS_MODEL = "reward_model", "reward_function", "prompts", "lora_rank", "gradient_checkpointing"
 
 
+def check_types(args: Args) -> None:
+    """Raise `Refused` for whole numbers and choices that are none. They may come from other code."""
+    for name, kind in get_type_hints(type(args)).items():
+        value, choices = getattr(args, name), get_args(kind)
+        refuse(kind is int and type(value) is not int, f"{name} is {value!r}; it must be a whole number")
+        wrong = get_origin(kind) is Literal and value not in choices
+        refuse(wrong, f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+
+
 def check_args(args: Args) -> None:
     """Raise `Refused` for settings that cannot be right."""
+    check_types(args)
     for names, (low, high) in BOUNDS.items():
         for name in names.split():
             value = getattr(args, name)

@@ -46,7 +46,7 @@ from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -450,6 +450,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
     (of the evaluation's episodes). Raises `Refused`, before anything is written, and `Diverged`. To resume,
     pass `replace(load_checkpoint(path)["args"], resume=path)`. All global random generators are seeded.
     """
+    args = replace(args)  # numbers of NumPy become Python's
     check_args(args)
     torch.set_num_threads(args.num_threads)
     env_seed = seed_everything(args.seed)
@@ -497,11 +498,11 @@ def refuse(wrong: object, reason: str) -> None:
 
 @contextmanager
 def refuse_errors(reason: str, *kinds: type[Exception], about: str = "") -> Iterator[None]:
-    """Raise `Refused` instead of exceptions of these kinds whose text contains `about`."""
+    """Raise `Refused` instead of exceptions of these kinds whose text matches the pattern `about`."""
     try:
         yield
     except kinds as error:
-        if about not in str(error):
+        if not re.search(about, str(error)):
             raise
         raise Refused(f"{reason}: {' '.join(str(error).split())[:300] or repr(error)}") from error
 
@@ -513,6 +514,8 @@ def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: Stat
     """`gradient_step` as one graph. Adam is a function here: `optimizer.step()` cannot be part of a graph."""
     with refuse_errors("--compile needs PyTorch 2.13", AttributeError):
         torch._dynamo.config.trace_autograd_ops = True  # lets `torch.autograd.grad` be part of it
+    with refuse_errors("--compile needs a C++ compiler", Exception):
+        torch._inductor.cpp_builder.get_cpp_compiler()
     torch.fx.experimental._config.use_duck_shape = False  # sizes that are equal at first may differ later
     (group,) = optimizer.param_groups
     parameters = [p for p in group["params"] if p.requires_grad]
@@ -522,7 +525,8 @@ def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: Stat
     averages = [optimizer.state[p]["exp_avg"] for p in parameters]
     squares = [optimizer.state[p]["exp_avg_sq"] for p in parameters]
     steps: Any = [optimizer.state[p]["step"] for p in parameters]
-    settings: Any = {name: group[name] for name in ("eps", "weight_decay", "amsgrad", "maximize")}
+    names = "eps", "weight_decay", "decoupled_weight_decay", "amsgrad", "maximize"
+    settings: Any = {name: group[name] for name in names}
     settings["beta1"], settings["beta2"] = group["betas"]
     coefficients: Any = make_dataclass("Coefficients", COEFFICIENTS)  # all that the graph sees of the state
 
@@ -555,8 +559,13 @@ def compile_gradient_step(agent: Agent, optimizer: Adam, args: Args, state: Stat
 
 
 def make_env(args: Args, **kwargs: Any) -> gym.Env:
-    """One environment. To train on a class of your own, put `MyEnv(**kwargs)` in place of `gym.make(...)`."""
-    bad_argument = refuse_errors("an argument does not fit", TypeError, about="unexpected keyword argument")
+    """One environment. To train on a class of your own, put `MyEnv(**kwargs)` in place of `gym.make(...)`.
+
+    To change attributes of an environment that has a vector version (CartPole), return a wrapper: without
+    any, `make_envs` uses that version.
+    """
+    about = "unexpected keyword argument|multiple values|max_episode_steps"
+    bad_argument = refuse_errors("an argument does not fit", TypeError, ValueError, about=about)
     with refuse_errors(f"cannot make {args.env_id}", gym.error.Error, ModuleNotFoundError), bad_argument:
         return gym.make(args.env_id, **parse_kwargs(args.env_kwargs), **kwargs)
 
@@ -573,7 +582,8 @@ def make_recordable_env(args: Args) -> gym.Env:
 
 def parse_kwargs(text: str) -> dict[str, Any]:
     """Arguments from `name=value, name=value` in Python, or from JSON."""
-    with refuse_errors("--env-kwargs takes name=value, name=value, or JSON", ValueError, SyntaxError):
+    wrong = "--env-kwargs takes name=value, name=value, or JSON"
+    with refuse_errors(wrong, ValueError, SyntaxError, AttributeError):
         if text.startswith("{"):
             return json.loads(text)
         call: Any = ast.parse(f"dict({text})", mode="eval").body
@@ -582,24 +592,35 @@ def parse_kwargs(text: str) -> dict[str, Any]:
         return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
 
 
-def make_flat_env(args: Args, index: int) -> gym.Env:
-    """Environment number `index` of N, with flat observations."""
-    if "AsyncVectorEnv" in multiprocessing.current_process().name:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process
-        random.seed(f"{args.seed} {index}")  # so that environments that use these generators differ
-        np.random.seed([args.seed, index])  # noqa: NPY002
-    env = make_env(args)
-    space = env.observation_space
-    size = gym.spaces.flatdim(space)
+class FlatEnv(gym.Wrapper):
+    """Environment number `index` of N, with flat observations, and without infos, which may not be alike."""
 
-    def flatten(obs: Any) -> Any:
-        flat = gym.spaces.flatten(space, obs)
-        if len(flat) != size or (space.shape is not None and np.shape(obs) != space.shape):
+    def __init__(self, args: Args, index: int):
+        if "AsyncVectorEnv" in multiprocessing.current_process().name:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process
+            random.seed(f"{args.seed} {index}")  # so that environments that use these generators differ
+            np.random.seed([args.seed, index])  # noqa: NPY002
+        super().__init__(make_env(args))
+        self.index, self.space = index, self.env.observation_space
+        self.observation_space = gym.spaces.flatten_space(self.space)
+
+    def flatten(self, obs: Any) -> Any:
+        """An observation as a vector. Raises `ValueError` if it does not have the shape of its space."""
+        flat: Any = gym.spaces.flatten(self.space, obs)
+        right_shape = self.space.shape is None or np.shape(obs) == self.space.shape
+        if not right_shape or flat.shape != self.observation_space.shape:
             found = f"an observation of shape {np.shape(obs)}, with {len(flat)} numbers"
-            raise ValueError(f"environment {index} returned {found}; its space is {space}")
+            raise ValueError(f"environment {self.index} returned {found}; its space is {self.space}")
         return flat
 
-    return gym.wrappers.TransformObservation(env, flatten, gym.spaces.flatten_space(space))
+    def reset(self, **kwargs: Any) -> tuple[Any, dict]:
+        """As of any environment."""
+        return self.flatten(self.env.reset(**kwargs)[0]), {}
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict]:
+        """As of any environment."""
+        obs, reward, terminated, truncated, _ = self.env.step(action)
+        return self.flatten(obs), reward, terminated, truncated, {}
 
 
 def make_envs(args: Args) -> VectorEnv:
@@ -611,9 +632,10 @@ def make_envs(args: Args) -> VectorEnv:
     refuse(args.env_id.startswith("ALE/"), f"{args.env_id} is an Atari game: use ppo_atari.py")
     env = make_recordable_env(args)
     env.close()
-    obs, actions = env.observation_space, env.action_space
+    obs: Any = env.observation_space
     spec: Any = env.spec
-    image = len(obs.shape or ()) > 1 and obs.dtype == np.uint8
+    actions = env.action_space
+    image = len(obs.shape or ()) > 1 and obs.dtype == np.uint8 and (obs.high == 255).all()
     refuse(image, f"{args.env_id} has images as observations, which are supported for Atari games only")
     other = ": use ppo_continuous.py" if isinstance(actions, gym.spaces.Box) else ""
     refuse(not isinstance(actions, gym.spaces.Discrete), f"its actions are {actions}, not Discrete{other}")
@@ -621,7 +643,8 @@ def make_envs(args: Args) -> VectorEnv:
     with refuse_errors(not_flat, NotImplementedError):
         refuse(not obs.is_np_flattenable, not_flat)
     vector = isinstance(obs, gym.spaces.Box) and len(obs.shape) == 1
-    native = spec and spec.vector_entry_point and vector and not args.async_envs
+    own = make_env.__module__ == __name__  # not one that was put in its place
+    native = own and spec and spec.vector_entry_point and vector and not args.async_envs
     # Only if its wrappers and its time limit would be those of `make_env`.
     native = native and not spec.additional_wrappers
     if native and (spec.max_episode_steps or not gym.spec(spec.id).max_episode_steps):
@@ -631,7 +654,7 @@ def make_envs(args: Args) -> VectorEnv:
             if envs.metadata.get("autoreset_mode") is AutoresetMode.NEXT_STEP:
                 return envs
     vectorize = AsyncVectorEnv if args.async_envs else SyncVectorEnv
-    makers = [partial(make_flat_env, args, index) for index in range(args.num_envs)]
+    makers = [partial(FlatEnv, args, index) for index in range(args.num_envs)]
     return vectorize(makers, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
 
 
@@ -763,10 +786,13 @@ class Run(AbstractContextManager):
                     project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
                     name=run_name, id=run_name, resume="allow", sync_tensorboard=True,
                 )  # fmt: skip
+            folder.mkdir(parents=True, exist_ok=True)
+            self.path.with_suffix(".tmp").touch()  # the writer starts a thread, which would print a traceback
             # On --resume, TensorBoard drops what was logged after the checkpoint: nothing appears twice.
             self.writer: Any = SummaryWriter(str(folder), max_queue=1000, purge_step=state.global_step + 1)
         changed = [name for name in SAVED if getattr(args, name) != getattr(Args(), name)]
-        settings = {name: getattr(args, name) for name in dict.fromkeys([*HPARAMS, *changed])}
+        shown = {name: getattr(args, name) for name in dict.fromkeys([*HPARAMS, *changed])}
+        settings = {name: x if isinstance(x, (int, float)) else str(x) for name, x in shown.items()}
         for part in summary.hparams(settings, {"charts/episodic_return_100": 0, "eval/greedy_return": 0}):
             self.writer.file_writer.add_summary(part)  # type: ignore[attr-defined]
         self.start, self.first_step, self.printed = 0.0, 0, 0.0
@@ -854,7 +880,8 @@ class Run(AbstractContextManager):
             say(f"curves     tensorboard --logdir {shlex.quote(self.path.parent.parent.as_posix())}")
             if "rgb_array" in self.envs.metadata.get("render_modes", ()):
                 say(f"watch      {self.resume.replace('--resume', '--evaluate')} --capture-video")
-        more = "" if stop else f" --total-timesteps {2 * self.args.total_timesteps:.0f}"
+        done = self.state.global_step >= self.args.total_timesteps
+        more = "" if not done else f" --total-timesteps {2 * self.args.total_timesteps:.0f}"
         say(f"resume     {self.resume}{more}")
         self.writer.close()
         if self.wandb:
@@ -923,7 +950,7 @@ def load_policy(path: str | Path, device: str = "cpu", trusted: str = "") -> Cal
     env = gym.wrappers.FlattenObservation(make_env(content["args"]))
     env.close()
     space = env.env.observation_space
-    agent = Agent(content["args"], env.observation_space, env.action_space).to(device)
+    agent = Agent(content["args"], env.observation_space, env.action_space).to(device).eval()
     with refuse_errors(f"{path} does not fit its settings", RuntimeError):
         agent.load_state_dict(content["agent"])
 
@@ -948,7 +975,12 @@ def load_policy(path: str | Path, device: str = "cpu", trusted: str = "") -> Cal
 def evaluate(path: Path, args: Args) -> np.ndarray:
     """Play --eval-episodes episodes with the most likely actions; print and return their returns."""
     policy = load_policy(path, args.device, trusted=args.env_id)
+    trained = make_env(load_checkpoint(path, args.env_id)["args"])
+    trained.close()
     env = make_recordable_env(args)
+    sizes = [gym.spaces.flatdim(each.observation_space) for each in (trained, env)]
+    fits = sizes[0] == sizes[1] and trained.action_space == env.action_space
+    refuse(not fits, f"{path} does not fit the observations and actions of {args.env_id}")
     if args.capture_video:
         env = gym.wrappers.RecordVideo(env, str(path.parent / "videos"), lambda episode: True)
     seed = seed_everything(args.seed) + 2**31
@@ -980,8 +1012,18 @@ BOUNDS = {  # the range of each setting
 }
 
 
+def check_types(args: Args) -> None:
+    """Raise `Refused` for whole numbers and choices that are none. They may come from other code."""
+    for name, kind in get_type_hints(type(args)).items():
+        value, choices = getattr(args, name), get_args(kind)
+        refuse(kind is int and type(value) is not int, f"{name} is {value!r}; it must be a whole number")
+        wrong = get_origin(kind) is Literal and value not in choices
+        refuse(wrong, f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+
+
 def check_args(args: Args) -> None:
     """Raise `Refused` for settings that cannot be right."""
+    check_types(args)
     for names, (low, high) in BOUNDS.items():
         for name in names.split():
             value = getattr(args, name)
@@ -995,6 +1037,7 @@ def check_args(args: Args) -> None:
     both = args.target_entropy is not None and args.anneal_ent_coef
     refuse(both, "--target-entropy and --anneal-ent-coef exclude each other")
     refuse(args.resume and args.evaluate, "--resume and --evaluate exclude each other")
+    refuse("" in (args.resume, args.evaluate), "--resume and --evaluate need the path of a checkpoint")
     refuse(args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy")
     with refuse_errors(f"--device {args.device} cannot be used; use cpu", RuntimeError, AssertionError):
         torch.zeros(1, device=args.device)

@@ -50,7 +50,7 @@ from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -435,6 +435,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
     (of the evaluation's episodes). Raises `Refused`, before anything is written, and `Diverged`. To resume,
     pass `replace(load_checkpoint(path)["args"], resume=path)`. All global random generators are seeded.
     """
+    args = replace(args)  # numbers of NumPy become Python's
     check_args(args)
     args = replace(args, device=pick_device(args), num_threads=count_threads(args))
     torch.set_num_threads(args.num_threads)
@@ -494,11 +495,11 @@ def refuse(wrong: object, reason: str) -> None:
 
 @contextmanager
 def refuse_errors(reason: str, *kinds: type[Exception], about: str = "") -> Iterator[None]:
-    """Raise `Refused` instead of exceptions of these kinds whose text contains `about`."""
+    """Raise `Refused` instead of exceptions of these kinds whose text matches the pattern `about`."""
     try:
         yield
     except kinds as error:
-        if about not in str(error):
+        if not re.search(about, str(error)):
             raise
         raise Refused(f"{reason}: {' '.join(str(error).split())[:300] or repr(error)}") from error
 
@@ -606,7 +607,8 @@ def make_envs(args: Args, num_envs: int, **kwargs: Any) -> VectorEnv:
 
 def parse_kwargs(text: str) -> dict[str, Any]:
     """Arguments from `name=value, name=value` in Python, or from JSON."""
-    with refuse_errors("--env-kwargs takes name=value, name=value, or JSON", ValueError, SyntaxError):
+    wrong = "--env-kwargs takes name=value, name=value, or JSON"
+    with refuse_errors(wrong, ValueError, SyntaxError, AttributeError):
         if text.startswith("{"):
             return json.loads(text)
         call: Any = ast.parse(f"dict({text})", mode="eval").body
@@ -746,10 +748,13 @@ class Run(AbstractContextManager):
                     project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
                     name=run_name, id=run_name, resume="allow", sync_tensorboard=True,
                 )  # fmt: skip
+            folder.mkdir(parents=True, exist_ok=True)
+            self.path.with_suffix(".tmp").touch()  # the writer starts a thread, which would print a traceback
             # On --resume, TensorBoard drops what was logged after the checkpoint: nothing appears twice.
             self.writer: Any = SummaryWriter(str(folder), max_queue=1000, purge_step=state.global_step + 1)
         changed = [name for name in SAVED if getattr(args, name) != getattr(Args(), name)]
-        settings = {name: getattr(args, name) for name in dict.fromkeys([*HPARAMS, *changed])}
+        shown = {name: getattr(args, name) for name in dict.fromkeys([*HPARAMS, *changed])}
+        settings = {name: x if isinstance(x, (int, float)) else str(x) for name, x in shown.items()}
         for part in summary.hparams(settings, {"charts/episodic_return_100": 0, "eval/greedy_return": 0}):
             self.writer.file_writer.add_summary(part)  # type: ignore[attr-defined]
         self.start, self.first_step, self.printed = 0.0, 0, 0.0
@@ -829,7 +834,8 @@ class Run(AbstractContextManager):
             self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
             say(f"curves     tensorboard --logdir {shlex.quote(self.path.parent.parent.as_posix())}")
             say(f"watch      {self.resume.replace('--resume', '--evaluate')} --capture-video")
-        more = "" if stop else f" --total-timesteps {2 * self.args.total_timesteps:.0f}"
+        done = self.state.global_step >= self.args.total_timesteps
+        more = "" if not done else f" --total-timesteps {2 * self.args.total_timesteps:.0f}"
         say(f"resume     {self.resume}{more}")
         self.writer.close()
         if self.wandb:
@@ -896,7 +902,7 @@ def load_policy(path: str | Path, device: str = "cpu") -> Callable:
     content = load_checkpoint(path)
     envs = make_envs(content["args"], num_envs=1)
     envs.close()
-    agent = Agent(content["args"], envs.single_action_space).to(device)
+    agent = Agent(content["args"], envs.single_action_space).to(device).eval()
     with refuse_errors(f"{path} does not fit its settings", RuntimeError):
         agent.load_state_dict(content["agent"])
 
@@ -957,8 +963,18 @@ BOUNDS = {  # the range of each setting
 }
 
 
+def check_types(args: Args) -> None:
+    """Raise `Refused` for whole numbers and choices that are none. They may come from other code."""
+    for name, kind in get_type_hints(type(args)).items():
+        value, choices = getattr(args, name), get_args(kind)
+        refuse(kind is int and type(value) is not int, f"{name} is {value!r}; it must be a whole number")
+        wrong = get_origin(kind) is Literal and value not in choices
+        refuse(wrong, f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+
+
 def check_args(args: Args) -> None:
     """Raise `Refused` for settings that cannot be right."""
+    check_types(args)
     for names, (low, high) in BOUNDS.items():
         for name in names.split():
             value = getattr(args, name)
@@ -975,6 +991,7 @@ def check_args(args: Args) -> None:
     both = args.target_entropy is not None and args.anneal_ent_coef
     refuse(both, "--target-entropy and --anneal-ent-coef exclude each other")
     refuse(args.resume and args.evaluate, "--resume and --evaluate exclude each other")
+    refuse("" in (args.resume, args.evaluate), "--resume and --evaluate need the path of a checkpoint")
     refuse(args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy")
     device, here = pick_device(args), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     few = device.startswith("cuda") and torch.cuda.device_count() < here > 1

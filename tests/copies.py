@@ -30,9 +30,10 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "ppo_atari.py": "mlp RunningMoments RunningMoments.__init__ RunningMoments.update Agent Agent.__init__ "
     "Agent.normalize Agent.policy Agent.value Agent.act Batch ppo_loss Rollout Rollout.__init__ "
     "collect_rollout finished_episodes scale_rewards make_batch gradient_step compile_gradient_step "
-    "distance_moved update train make_env make_flat_env make_envs check_finite Run.__exit__ FORMAT "
+    "distance_moved update train make_env FlatEnv FlatEnv.__init__ FlatEnv.flatten FlatEnv.reset "
+    "FlatEnv.step make_envs check_finite Run.__exit__ FORMAT "
     "load_policy evaluate BOUNDS check_args main make_recordable_env Run.finish",
-    "ppo_rlhf.py": "all but: Diverged refuse refuse_errors say",
+    "ppo_rlhf.py": "all but: Diverged refuse refuse_errors check_types say",
     "grpo.py": "ScalarModel Models Models.__init__ whiten token_rewards score compute_gae Batch LOSSES "
     "METRICS ppo_loss State collect update train make_models zero_head load_models load_pretrained ADVICE "
     "diagnose plan Run.__init__ Run.progress Run.finish FORMAT trained_parameters BOUNDS "

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from itertools import pairwise
+from typing import Literal, get_origin, get_type_hints
 
 import cli_helpers as cli
 import numpy as np
@@ -70,6 +71,8 @@ REFUSALS = {  # of the whole command; each is in ppo.py, and most are in all
     "--adapt clip-coef --surrogate kl-penalty": "--surrogate clip",
     "--target-entropy 0.5 --ent-coef 0": "--ent-coef",
     "--resume a.pt --evaluate b.pt": "a.pt",
+    "--resume=": "need the path",
+    "--evaluate=": "need the path",
     "--resume none.pt": "none.pt",
     "--evaluate none.pt": "none.pt",
     "--hidden-size 1000000": "--hidden-size",
@@ -81,6 +84,9 @@ REFUSALS = {  # of the whole command; each is in ppo.py, and most are in all
     "--env-kwargs =2": "--env-kwargs",
     "--env-kwargs {": "--env-kwargs",
     "--env-kwargs size=print": "--env-kwargs",
+    "--env-kwargs a=1)+dict(b=2": "--env-kwargs",
+    "--env-kwargs max_episode_steps=1e3": "max_episode_steps",
+    "--env-kwargs id='x'": "multiple values",
     "--env-kwargs **{'size':1}": "every argument needs a name",
 }
 
@@ -91,6 +97,21 @@ def test_a_refusal_is_one_line(flags, tmp_path):
     result = call(PPO, tmp_path, *flags.split())
     cli.assert_refused(result, tmp_path, "ppo.py: ", REFUSALS[flags])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_continuous", "ppo_atari", "ppo_rlhf", "grpo"])
+def test_settings_of_other_code(name):
+    """Choices and whole numbers are checked also where they do not come from the command line."""
+    module = importlib.import_module(name)
+    kinds = get_type_hints(module.Args)
+    choices = [setting for setting, kind in kinds.items() if get_origin(kind) is Literal]
+    assert choices or name == "ppo_rlhf"
+    for setting in choices:
+        with pytest.raises(module.Refused, match=f"{setting} is 'none_of_them'; it must be one of '"):
+            module.check_args(dataclasses.replace(module.Args(), **{setting: "none_of_them"}))
+    for value in (1.0, "1", True, None):
+        with pytest.raises(module.Refused, match=f"seed is {value!r}; it must be a whole number"):
+            module.check_args(dataclasses.replace(module.Args(), seed=value))
 
 
 @with_atari
@@ -122,6 +143,15 @@ def test_continuous_actions_have_refusals_of_their_own(tmp_path):
 def test_a_device_that_is_not_there(tmp_path):
     """It is refused with what can be used."""
     cli.assert_refused(call(PPO, tmp_path, "--device", "cuda"), tmp_path, "--device cuda", "use cpu")
+
+
+@pytest.mark.slow
+@each_script
+def test_no_compiler(script, tmp_path):
+    """--compile is refused where there is none for C++."""
+    compilers = {"CXX": "no-such-compiler"}
+    result = cli.shell(script, tmp_path, "--env-id", script.env(), "--compile", **compilers)
+    cli.assert_refused(result, tmp_path, "--compile needs a C++ compiler")
 
 
 def test_no_folder_can_be_made(tmp_path):

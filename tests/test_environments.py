@@ -20,7 +20,7 @@ from cli_helpers import CONTINUOUS, PPO, SIZE, SMALL, call, checkpoint_in, each_
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
-SPACES = "vector", "discrete", "dict", "tuple", "text"
+SPACES = "vector", "discrete", "dict", "tuple", "text", "board"
 
 
 # Which environments are taken
@@ -53,22 +53,48 @@ def test_observations_that_flatten(script, name, tmp_path):
     """Dict, Tuple and Discrete observations train; one-hot entries are not normalised."""
     run(script, tmp_path, total_timesteps=300, env_kwargs=f"observation='{name}'")
     agent = load(checkpoint_in(tmp_path))["agent"]
-    assert agent["normalised"].sum() == {"discrete": 0, "text": 6}.get(name, 3)
+    assert agent["normalised"].sum() == {"discrete": 0, "text": 6, "board": 6}.get(name, 3)
     assert len(agent["normalised"]) == gym.spaces.flatdim(user_envs.OBSERVATIONS[name])
 
 
 @each_script
-def test_a_vector_version_does_not_replace_wrappers(script, tmp_path, monkeypatch):
+@pytest.mark.parametrize("place", ["put in its place", "in a copy"])
+def test_a_vector_version_does_not_replace_wrappers(script, place, tmp_path, monkeypatch):
     """What a user's `make_env` wraps an environment in is part of training, too."""
     make_env = script.module.make_env
 
     def wrapped(args, **kwargs):
         return gym.wrappers.TransformReward(make_env(args, **kwargs), lambda reward: reward + 1000)
 
+    if place == "in a copy":
+        wrapped.__module__ = script.module.__name__
     monkeypatch.setattr(script.module, "make_env", wrapped)
     monkeypatch.chdir(tmp_path)
     results = script.module.train(script.args(env_id=script.env("NativeNextStep"), total_timesteps=300))
     assert results["training_return"] > 1000
+
+
+@each_script
+def test_a_vector_version_does_not_replace_a_changed_environment(script, tmp_path, monkeypatch):
+    """Nor attributes that a `make_env` changes which is put in the place of the script's."""
+    make_env = script.module.make_env
+
+    def changed(args, **kwargs):
+        env = make_env(args, **kwargs)
+        env.unwrapped.endless = True
+        return env
+
+    monkeypatch.setattr(script.module, "make_env", changed)
+    monkeypatch.chdir(tmp_path)
+    settings = {"total_timesteps": 300, "eval_max_steps": 10}
+    results = script.module.train(script.args(env_id=script.env("NativeNextStep"), **settings))
+    assert math.isnan(results["training_return"])
+
+
+@each_script
+def test_infos_need_not_be_alike(script, tmp_path):
+    """Environments may return infos that a vector environment could not merge."""
+    run(script, tmp_path, total_timesteps=300, env_kwargs="fault='infos'")
 
 
 UNSUITED = {  # script, environment and arguments: what the refusal says, and must not say
@@ -146,7 +172,7 @@ def test_workers_have_random_numbers_of_their_own(script, monkeypatch):
     drawn = []
     with cli.this_process_as_it_was():
         for seed, index in ((1, 0), (1, 1), (2, 0), (1, 0)):
-            script.module.make_flat_env(script.args(seed=seed), index).close()
+            script.module.FlatEnv(script.args(seed=seed), index).close()
             drawn.append((random.random(), np.random.random()))  # noqa: NPY002
     assert drawn[0] == drawn[3]
     assert len({number for numbers in drawn for number in numbers}) == 6
@@ -281,6 +307,34 @@ def test_a_policy_refuses_other_observations(script, tmp_path):
 
 
 @each_script
+def test_an_evaluation_on_another_environment(script, tmp_path):
+    """Refused if its observations or its actions do not fit, in one line."""
+    run(script, tmp_path, total_timesteps=300)
+    other = {PPO: "CartPole-v1", CONTINUOUS: "Pendulum-v1"}[script]
+    for flags in (["--env-id", other], ["--env-kwargs", "observation='dict'"]):
+        flags = ["--env-id", script.env(), "--evaluate", checkpoint_in(tmp_path), *flags]
+        refused = call(script, tmp_path, *flags)
+        assert (refused.status, refused.err.count("\n")) == (2, 1), refused.err
+        assert "does not fit the observations and actions of" in refused.err
+
+
+@each_script
+def test_a_policy_drops_nothing(script, tmp_path, monkeypatch):
+    """Dropout, which a user may add, is for training only."""
+
+    class Dropping(script.module.Agent):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.actor.append(torch.nn.Dropout(0.5))
+
+    monkeypatch.setattr(script.module, "Agent", Dropping)
+    monkeypatch.chdir(tmp_path)
+    results = script.module.train(script.args(env_id=script.env(), total_timesteps=300))
+    policy = script.module.load_policy(results["checkpoint"])
+    assert len({str(policy(np.array([1.0, -2.0, 3.0], np.float32))) for _ in range(40)}) == 1
+
+
+@each_script
 def test_an_evaluation_that_cannot_be_shown(script, tmp_path):
     """One line, too."""
     run(script, tmp_path, env_id=script.env("Dark"), total_timesteps=300)
@@ -389,6 +443,7 @@ def test_settings_that_are_numpys_numbers(script, tmp_path, monkeypatch):
     """As from a loop over `np.logspace`: the checkpoint can be loaded, and the evaluation has done that."""
     monkeypatch.chdir(tmp_path)
     args = script.args(learning_rate=np.float64(1e-3), num_envs=np.int64(4), anneal_lr=np.bool_(False))
+    args.gamma = np.float64(0.9)
     results = script.module.train(args)
     assert len(results["greedy_returns"]) == 3
     assert load(checkpoint_in(tmp_path))["args"]["learning_rate"] == 1e-3

@@ -361,6 +361,7 @@ def test_a_signal_in_the_evaluation_loses_nothing(script, tmp_path):
     assert (result.status, result.err) == (143, "")
     assert at - SIZE <= steps_done(path) < at
     assert "200 episodes" in result.out
+    assert "--total-timesteps" in result.out.splitlines()[-1], "without it, the command would be refused"
     assert "eval/greedy_return" in cli.curves(path.parent)
 
 

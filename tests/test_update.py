@@ -407,7 +407,8 @@ def test_compiled_steps_are_those_of_eager(case, first):
     for compiled in (False, True):
         agent = case.make_agent(args)
         learnt, kept = change(agent)
-        optimizer = Adam(agent.parameters(), 99.0, eps=1e-5, betas=case.betas, fused=True)
+        decay = {"weight_decay": 0.1, "decoupled_weight_decay": True} if first == D else {}  # as AdamW
+        optimizer = Adam(agent.parameters(), 99.0, eps=1e-5, betas=case.betas, fused=True, **decay)
         rollout = case.make_rollout(args, agent)
         batch, *estimate, _ = case.script.make_batch(agent, rollout, args)
         step = case.make_step(agent, args, state, optimizer)

@@ -26,6 +26,7 @@ OBSERVATIONS = {
     "text": spaces.Dict(name=spaces.Text(3), position=VECTOR),
     "image": spaces.Box(0, 255, (32, 32, 3), np.uint8),
     "sequence": spaces.Sequence(spaces.Discrete(3)),
+    "board": spaces.Box(0, 2, (3, 2), np.uint8),
 }
 # What all instances in this process did: seeds of resets, first observations, times of steps, times at which
 # checkpoints were written, and finished episodes as (steps of all instances, return, length).
@@ -85,7 +86,8 @@ class Walk(gym.Env):
             obs, reward = self.fail(obs, reward)
         if over:
             LOG["episodes"].append((len(LOG["steps"]), sum(self.rewards), len(self.rewards)))
-        return obs, reward, over and self.kind != 1, over and self.kind != 0, {}
+        info = {"legal actions": np.arange(self.length)} if self.fault == "infos" else {}
+        return obs, reward, over and self.kind != 1, over and self.kind != 0, info
 
     def fail(self, obs, reward):
         first, worker = len(LOG["steps"]) == self.at, multiprocessing.parent_process()
