@@ -488,6 +488,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns"
     (of the evaluation's episodes). Raises `Refused`, before anything is written, and `Diverged`. To resume,
     pass `replace(load_checkpoint(path)["args"], resume=path)`. All global random generators are seeded.
+    Signals are the caller's: without `stop`, Ctrl-C loses what was done since the last checkpoint.
     """
     args = replace(args)  # numbers of NumPy become Python's
     check_args(args)
