@@ -1476,7 +1476,7 @@ NEEDS_MODEL = "reward_model", "reward_function", "prompts", "lora_rank", "gradie
 
 
 def check_types(args: Args) -> None:
-    """Raise `Refused` for whole numbers and choices that are none. They may come from other code."""
+    """Raise `Refused` for a whole number or a choice of the wrong kind: other code may set anything."""
     for name, kind in get_type_hints(type(args)).items():
         value, choices = getattr(args, name), get_args(kind)
         refuse(kind is int and type(value) is not int, f"{name} is {value!r}; it must be a whole number")

@@ -174,7 +174,7 @@ class Agent(nn.Module):
         self.norm_obs, self.normalised = args.norm_obs, nn.Buffer(torch.from_numpy(~unit))
 
     def normalize(self, obs: Tensor) -> Tensor:
-        """Raw observations [..., D] as the networks see them, most as (x - mean) / std, clipped to ±10."""
+        """Raw observations [..., D] as the networks see them: (x - mean) / std, clipped to ±10, or unchanged."""
         if not self.norm_obs:
             return obs
         scaled = (obs - self.obs_moments.mean) * torch.rsqrt(self.obs_moments.var + 1e-8)
@@ -306,8 +306,7 @@ class Rollout:
 
     When step t ends an episode, obs[t+1] is its last state, not the first of the next one. Step t+1 then
     ignores its action and only resets the environment (AutoresetMode.NEXT_STEP of Gymnasium). Such a filler
-    row is not a transition: `valid` is False, and nothing is learnt from it
-    (GAE's sum stops before it).
+    row is not a transition: `valid` is False, GAE's sum stops before it, and nothing is learnt from it.
     """
 
     def __init__(self, args: Args, agent: Agent):
@@ -882,7 +881,7 @@ class Run(AbstractContextManager):
             if "rgb_array" in self.envs.metadata.get("render_modes", ()):
                 say(f"watch      {self.resume.replace('--resume', '--evaluate')} --capture-video")
         done = self.state.global_step >= self.args.total_timesteps
-        more = "" if not done else f" --total-timesteps {2 * self.args.total_timesteps:.0f}"
+        more = f" --total-timesteps {2 * self.args.total_timesteps:.0f}" if done else ""
         say(f"resume     {self.resume}{more}")
         self.writer.close()
         if self.wandb:
@@ -1014,7 +1013,7 @@ BOUNDS = {  # the range of each setting
 
 
 def check_types(args: Args) -> None:
-    """Raise `Refused` for whole numbers and choices that are none. They may come from other code."""
+    """Raise `Refused` for a whole number or a choice of the wrong kind: other code may set anything."""
     for name, kind in get_type_hints(type(args)).items():
         value, choices = getattr(args, name), get_args(kind)
         refuse(kind is int and type(value) is not int, f"{name} is {value!r}; it must be a whole number")

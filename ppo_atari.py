@@ -295,8 +295,8 @@ class Rollout:
 
     When step t ends an episode, obs[t+1] is its last state, not the first of the next one. Step t+1 then
     ignores its action: it resets the game (Gymnasium's AutoresetMode.NEXT_STEP), or presses FIRE after a lost
-    life. Such a filler row is not a transition: `valid` is False, and nothing is learnt from it
-    (GAE's sum stops before it).
+    life. Such a filler row is not a transition: `valid` is False, GAE's sum stops before it, and nothing is
+    learnt from it.
     """
 
     def __init__(self, args: Args, agent: Agent):
@@ -836,7 +836,7 @@ class Run(AbstractContextManager):
             say(f"curves     tensorboard --logdir {shlex.quote(self.path.parent.parent.as_posix())}")
             say(f"watch      {self.resume.replace('--resume', '--evaluate')} --capture-video")
         done = self.state.global_step >= self.args.total_timesteps
-        more = "" if not done else f" --total-timesteps {2 * self.args.total_timesteps:.0f}"
+        more = f" --total-timesteps {2 * self.args.total_timesteps:.0f}" if done else ""
         say(f"resume     {self.resume}{more}")
         self.writer.close()
         if self.wandb:
@@ -965,7 +965,7 @@ BOUNDS = {  # the range of each setting
 
 
 def check_types(args: Args) -> None:
-    """Raise `Refused` for whole numbers and choices that are none. They may come from other code."""
+    """Raise `Refused` for a whole number or a choice of the wrong kind: other code may set anything."""
     for name, kind in get_type_hints(type(args)).items():
         value, choices = getattr(args, name), get_args(kind)
         refuse(kind is int and type(value) is not int, f"{name} is {value!r}; it must be a whole number")
