@@ -188,7 +188,7 @@ class Agent(nn.Module):
         self.scale, self.middle = (high - low) / 2, (high + low) / 2
 
     def normalize(self, obs: Tensor) -> Tensor:
-        """Raw observations [..., D] as the networks see them: (x - mean) / std, clipped to ±10, or unchanged."""
+        """Raw observations [..., D] as the networks see them: unchanged, or (x - mean) / std within ±10."""
         if not self.norm_obs:
             return obs
         scaled = (obs - self.obs_moments.mean) * torch.rsqrt(self.obs_moments.var + 1e-8)
