@@ -243,9 +243,10 @@ RL_ZOO_MUJOCO: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SB3_MUJOCO = each([(env_id, 1_000_000) for env_id in RL_ZOO_MUJOCO], 3)
 NO_FORCES = "--env-kwargs include_cfrc_ext_in_observation=False"
+SWIMMER_FLAGS = "--gamma 0.9999 --gae-lambda 0.98"
 OWN_FLAGS = {  # of three tasks, besides the defaults: task, label and flags, by name of the experiment
     "continuous-ant": ("Ant-v5", "no contact forces", NO_FORCES),
-    "continuous-swimmer": ("Swimmer-v5", "`--gamma 0.9999`", "--gamma 0.9999"),
+    "continuous-swimmer": ("Swimmer-v5", f"`{SWIMMER_FLAGS}`", SWIMMER_FLAGS),
     "continuous-pendulum": ("InvertedDoublePendulum-v5", "`--min-log-std -1.5`", "--min-log-std -1.5"),
 }
 CONTINUOUS = [

@@ -156,7 +156,7 @@ def mujoco_table(results: pd.DataFrame) -> Iterator[Row]:
         ("mean of the defaults", np.mean([*defaults.values()])),
         ("mean of the defaults, without Humanoid", np.mean([*without.values()])),
         (
-            "the same, but Ant and Swimmer with their flags",
+            "the same, with the rows that have flags",
             np.mean([with_flags[env_id] for env_id in without]),
         ),
     ):
