@@ -1492,10 +1492,6 @@ def check_args(args: Args) -> None:
             value = getattr(args, name)
             wrong = value is not None and not low <= value <= high  # NaN fails every comparison
             refuse(wrong, f"--{name.replace('_', '-')} is {value}; it must be from {low:g} to {high:g}")
-    for name, kind in get_type_hints(Args).items():
-        if get_origin(kind) is Literal:
-            wrong = getattr(args, name) not in get_args(kind)
-            refuse(wrong, f"--{name.replace('_', '-')} must be one of {get_args(kind)}")
     one_for_all = args.device.startswith("cuda:") and world()[1] > 1
     refuse(one_for_all, f"--device {args.device} is one GPU; with several processes, use --device cuda")
     with refuse_errors(f"--device {args.device} cannot be used; use cpu", RuntimeError, AssertionError):

@@ -110,7 +110,8 @@ def beside_sb3(results: pd.DataFrame, name: str, peer: str, task: experiments.Ta
         "P": "",
     }
     if len(theirs):
-        row["Stable-Baselines3 here, greedy"] = f"{spread(theirs.greedy)} ({len(theirs)} seed{'s' * (len(theirs) > 1)})"
+        seeds = "1 seed" if len(theirs) == 1 else f"{len(theirs)} seeds"
+        row["Stable-Baselines3 here, greedy"] = f"{spread(theirs.greedy)} ({seeds})"
         row["P"] = improvement(ours.greedy.to_numpy(), theirs.greedy.to_numpy())
     return row
 

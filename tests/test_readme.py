@@ -187,6 +187,7 @@ def test_every_flag_exists():
     names = {field.name for script in SCRIPTS.values() for field in fields(script.Args)}
     flags = {f"--{prefix}{name.replace('_', '-')}" for name in names for prefix in ("", "no-")}
     others = {"--help", "--compare", "--torch-backend", "--nproc-per-node", "--fix", "--check"}
+    others |= {"--only", "--store"}  # of the benchmarks
     contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     for text in (README, METRICS, VARIANTS, contributing):
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= flags | others
