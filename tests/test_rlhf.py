@@ -936,8 +936,11 @@ def test_an_error_says_how_to_resume(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("changes", [{}, {"bfloat16": True}, {"gradient_checkpointing": True}], ids=str)
-def test_models_need_no_peft_and_load_in_silence(folder, monkeypatch, capfd, changes):
+def test_models_need_no_peft_and_load_in_silence(folder, monkeypatch, request, capfd, changes):
     transformers = pytest.importorskip("transformers")
+    remembered = transformers.utils.is_peft_available
+    remembered.cache_clear()
+    request.addfinalizer(remembered.cache_clear)  # or later tests would find no PEFT either
     transformers.utils.logging.enable_progress_bar()
     monkeypatch.setitem(sys.modules, "peft", None)
     rlhf.load_models(real_args(folder, **changes))
