@@ -110,11 +110,10 @@ def study_figure(results: pd.DataFrame, study: Study) -> Figure:
 
 
 def classic_figure(results: pd.DataFrame) -> Figure:
-    """Classic control beside Stable-Baselines3, against steps and against time."""
+    """Classic control beside Stable-Baselines3."""
     tasks = [task for task in CLASSIC if task != ("CartPole-v1", 500_000)]
     labels = {"classic": "ppo.py", "sb3-rl-zoo": "Stable-Baselines3, RL Zoo's settings"}
-    units = (STEPS, "seconds, two runs at a time")
-    panels = [(env_id, "return", unit) for unit in units for env_id, _ in tasks]
+    panels = [(env_id, "return", STEPS) for env_id, _ in tasks]
     title = "ppo.py at its defaults, and Stable-Baselines3 with the RL Zoo's settings for each environment"
     return learning_curves(of_tasks(results, tasks), labels, panels, len(tasks), title)
 
