@@ -115,11 +115,13 @@ def test_settings_of_other_code(name):
 
 
 @with_atari
-@pytest.mark.parametrize("flags", ["--num-envs 0", "--resume none.pt", "--env-id no_module:Env-v0"])
+@pytest.mark.parametrize(
+    "flags", ["--num-envs 0", "--resume none.pt", "--env-id no_module:Env-v0", "--resume="]
+)
 def test_each_script_refuses_in_one_line(script, flags, tmp_path):
     """So in every script, under its own name."""
     result = call(script, tmp_path, *flags.split())
-    cli.assert_refused(result, tmp_path, f"{script.file}: ", flags.split()[-1].partition(":")[0])
+    cli.assert_refused(result, tmp_path, f"{script.file}: ", flags.split()[-1].partition(":")[0].rstrip("="))
 
 
 @with_atari
