@@ -4,8 +4,8 @@
     python benchmarks/run.py                     # do the missing runs, one process per core
     python benchmarks/run.py --only 'ppo/CartPole*/[123]'
 
-It can be stopped or killed at any time. Started again, it does what is still missing. A run that another
-process is doing is waited for.
+It can be stopped or killed at any time. Started again, it does what is still missing; a run of our scripts
+goes on from its checkpoint. A run that another process is doing is waited for.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -93,24 +93,39 @@ def thin(steps: np.ndarray, values: np.ndarray, total: int) -> list[float | None
     return [None if mean is None else float(f"{mean:.6g}") for mean in means]
 
 
+def training_seconds(starts: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Seconds of training at each of `times`, if it was started at each of `starts`: pauses do not count."""
+    marks = np.concatenate([starts, times])
+    pauses = [(start - marks[marks < start].max()) * (times > start) for start in starts[1:]]
+    return times - starts[0] - sum(pauses)
+
+
 def run_ours(run: Run) -> dict[str, Any]:
-    """Train with one of our scripts: settings, returns and learning curve."""
-    start = time.time()
+    """Train with one of our scripts: settings, returns and learning curve.
+
+    Where an earlier process was stopped, it goes on from the checkpoint; `sessions` counts the processes.
+    """
+    begin = time.time()
     script = importlib.import_module(run.experiment.script.removesuffix(".py"))
     args = tyro.cli(script.Args, args=run.flags)
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        results = script.train(args)
+    with contextlib.chdir(log_of(run).parent):
+        checkpoint = next(Path().glob("runs/*/checkpoint.pt"), None)
+        with open("starts.txt", "a" if checkpoint else "w") as file:
+            print(begin, file=file)
+        results = script.train(replace(args, resume=checkpoint and str(checkpoint)))
         log = EventAccumulator(str(Path(results["checkpoint"]).parent), {"scalars": 0}).Reload()
+        starts = np.loadtxt("starts.txt", ndmin=1)
     curve = {}
     for tag, name in TAGS.items():
         logged = log.Scalars(tag)
         curve[name] = thin(np.array([x.step for x in logged]), np.array([x.value for x in logged]), run.steps)
     logged = log.Scalars("losses/kl")  # in every iteration
-    seconds = np.array([x.wall_time for x in logged]) - start
+    seconds = training_seconds(starts, np.array([x.wall_time for x in logged]))
     curve["seconds"] = thin(np.array([x.step for x in logged]), seconds, run.steps)
     training = log.Scalars("charts/episodic_return_100")[-1].value
     return {
         "args": asdict(args),
+        "sessions": len(starts),
         "seconds": round(float(seconds[-1]), 2),
         "final": {"training": training, "greedy": results["greedy_returns"].tolist()},
         "curve": curve,
@@ -204,6 +219,7 @@ def run_one(run: Run) -> None:
             about = {"run": run.name, **provenance()}
             result = run_sb3(run) if run.experiment.script == "sb3" else run_ours(run)
             write(run.path, about | result)
+            shutil.rmtree(log_of(run).with_name("runs"), ignore_errors=True)  # its checkpoint
 
 
 def log_of(run: Run) -> Path:

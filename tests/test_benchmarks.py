@@ -123,6 +123,39 @@ def test_ctrl_c_stops_the_runs(copy):
         os.killpg(process.pid, 0)
 
 
+def test_pauses_are_no_training():
+    """Started at 10, 100 and 200 s; the second process logged nothing."""
+    times = np.array([15.0, 20.0, 205.0, 210.0])
+    seconds = runner.training_seconds(np.array([10.0, 100.0, 200.0]), times)
+    assert seconds.tolist() == [5.0, 10.0, 15.0, 20.0]
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on(copy):
+    """From its checkpoint: the stored curve begins with the first process, and nothing is left over."""
+    flags = "--checkpoint-seconds 0.2 --eval-episodes 2"
+    with open(copy / "benchmarks/experiments.py", "a") as file:
+        file.write('TASKS = [("CartPole-v1", 100_000, 1)]\n')
+        file.write(f'EXPERIMENTS["long"] = Experiment("long", "", "ppo.py", TASKS, "{flags}")\n')
+    folder = copy / "benchmarks/unfinished/long/CartPole-v1_100000/1"
+    process, steps = start(copy, "--only", "long"), 0
+    while steps == 0:  # until a checkpoint later than the first
+        assert process.poll() is None
+        time.sleep(0.05)
+        for path in folder.glob("runs/*/checkpoint.pt"):
+            steps = ppo.load_checkpoint(path)["state"]["global_step"]
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    assert not results_in(copy)
+    assert finish(copy, "--only", "long")[0] == 0
+    result = json.loads((copy / "benchmarks/results/long/CartPole-v1_100000/1.json").read_text())
+    assert result["sessions"] == 2
+    assert None not in result["curve"]["seconds"]
+    assert result["curve"]["seconds"] == sorted(result["curve"]["seconds"])
+    assert result["args"]["resume"] is None
+    assert not (folder / "runs").exists()
+
+
 @pytest.mark.slow
 def test_listing_one_and_failing(copy):
     """--dry-run only lists; --one does a run alone, from anywhere; a failing run is named; refusals."""
