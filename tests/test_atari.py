@@ -524,8 +524,7 @@ def test_a_policy_its_evaluation_and_a_video(tmp_path):
     """`load_policy` takes one observation or several; `evaluate` plays with it, and films the first game."""
     args = make_args(env_id="MsPacman", sticky_actions=0.25, eval_episodes=3, eval_max_steps=80)
     agent, path = make_agent(args, 9), tmp_path / "checkpoint.pt"
-    saved = {name: getattr(args, name) for name in ppo.SAVED}
-    torch.save({"format": ppo.FORMAT, "args": saved, "agent": agent.state_dict()}, path)
+    save_policy(path, args, agent)
     policy = ppo.load_policy(path)
     obs = np.random.default_rng(0).integers(0, 256, (5, 4, 84, 84), dtype=np.uint8)
     with torch.no_grad():
@@ -554,6 +553,28 @@ def test_a_policy_its_evaluation_and_a_video(tmp_path):
     moving = [np.ravel(shown - np.mean(shown, 0)) for shown in (grey, *np.swapaxes(seen, 0, 1))]
     likeness = np.corrcoef(moving)[0]
     assert likeness[1] > 0.8 > max(likeness[2:]) + 0.2, likeness
+
+
+def save_policy(path, args, agent):
+    """Write what `load_policy` and `evaluate` need of a checkpoint."""
+    saved = {name: getattr(args, name) for name in ppo.SAVED}
+    torch.save({"format": ppo.FORMAT, "args": saved, "agent": agent.state_dict()}, path)
+
+
+def test_a_policy_drops_nothing(tmp_path, monkeypatch):
+    """Dropout, which a user may add, is for training only."""
+
+    class Dropping(ppo.Agent):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.trunk.append(torch.nn.Dropout(0.5))
+
+    monkeypatch.setattr(ppo, "Agent", Dropping)
+    args, path = make_args(env_id="Pong"), tmp_path / "checkpoint.pt"
+    save_policy(path, args, make_agent(args, 6))
+    policy = ppo.load_policy(path)
+    obs = np.random.default_rng(0).integers(0, 256, (20, 4, 84, 84), dtype=np.uint8)
+    assert len({tuple(policy(obs).tolist()) for _ in range(5)}) == 1
 
 
 def frames(folder):
