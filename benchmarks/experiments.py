@@ -281,11 +281,12 @@ SB3_ATARI: dict[str, Any] = {
 }  # fmt: skip
 ONE_CORE = "--bfloat16 --num-threads 1 --eval-episodes 100"
 PONG_FLAGS = "--learning-rate 5e-4 --num-minibatches 8"
+BREAKOUTS = [(BREAKOUT, 500_000, 1), (BREAKOUT, 10_000_000, 1)]
 PIXELS = [
     Experiment(
         "atari-pong", f"`{PONG_FLAGS}`", "ppo_atari.py", [(PONG, 2_000_000, 1)], f"{ONE_CORE} {PONG_FLAGS}"
     ),
-    Experiment("atari-breakout", "the defaults", "ppo_atari.py", [(BREAKOUT, 500_000, 1)], ONE_CORE),
+    Experiment("atari-breakout", "the defaults", "ppo_atari.py", BREAKOUTS, ONE_CORE),
     Experiment(
         "atari-sb3", "Stable-Baselines3", "sb3", [(BREAKOUT, 250_000, 1)], settings={BREAKOUT: SB3_ATARI}
     ),
