@@ -112,7 +112,11 @@ def run_ours(run: Run) -> dict[str, Any]:
         checkpoint = next(Path().glob("runs/*/checkpoint.pt"), None)
         with open("starts.txt", "a" if checkpoint else "w") as file:
             print(begin, file=file)
-        results = script.train(replace(args, resume=checkpoint and str(checkpoint)))
+        steps = script.load_checkpoint(checkpoint, run.env_id)["state"]["global_step"] if checkpoint else 0
+        if steps < run.steps:
+            results = script.train(replace(args, resume=checkpoint and str(checkpoint)))
+        else:  # it was stopped in its evaluation
+            results = {"checkpoint": checkpoint, "greedy_returns": script.evaluate(checkpoint, args)}
         log = EventAccumulator(str(Path(results["checkpoint"]).parent), {"scalars": 0}).Reload()
         starts = np.loadtxt("starts.txt", ndmin=1)
     curve = {}

@@ -157,6 +157,20 @@ def test_a_stopped_run_goes_on(copy):
 
 
 @pytest.mark.slow
+def test_a_run_that_was_stopped_in_its_evaluation(copy, monkeypatch):
+    """Training is complete: only the evaluation is done again."""
+    folder = copy / "benchmarks/unfinished/tiny/CartPole-v1_4000/1"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    trained = ppo.train(ppo.Args(env_id="CartPole-v1", total_timesteps=4_000, seed=1, eval_episodes=2))
+    Path("starts.txt").write_text(f"{time.time() - 30}\n")
+    status, output = finish(copy, "--only", "tiny/CartPole-v1_4000/1")
+    assert status == 0, output
+    result = json.loads((copy / "benchmarks/results/tiny/CartPole-v1_4000/1.json").read_text())
+    assert result["final"]["greedy"] == trained["greedy_returns"].tolist()
+
+
+@pytest.mark.slow
 def test_listing_one_and_failing(copy):
     """--dry-run only lists; --one does a run alone, from anywhere; a failing run is named; refusals."""
     with open(copy / "benchmarks/experiments.py", "a") as file:
