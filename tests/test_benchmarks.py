@@ -150,6 +150,7 @@ def test_a_stopped_run_goes_on(copy):
     assert finish(copy, "--only", "long")[0] == 0
     result = json.loads((copy / "benchmarks/results/long/CartPole-v1_100000/1.json").read_text())
     assert result["sessions"] == 2
+    assert len(set(re.findall(r"folder +(\S+)", (folder / "log.txt").read_text()))) == 1
     assert None not in result["curve"]["seconds"]
     assert result["curve"]["seconds"] == sorted(result["curve"]["seconds"])
     assert result["args"]["resume"] is None
@@ -168,6 +169,8 @@ def test_a_run_that_was_stopped_in_its_evaluation(copy, monkeypatch):
     assert status == 0, output
     result = json.loads((copy / "benchmarks/results/tiny/CartPole-v1_4000/1.json").read_text())
     assert result["final"]["greedy"] == trained["greedy_returns"].tolist()
+    assert result["sessions"] == 2
+    assert "100%" not in (folder / "log.txt").read_text()  # no training
 
 
 @pytest.mark.slow
