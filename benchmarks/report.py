@@ -168,15 +168,15 @@ def atari_table(results: pd.DataFrame) -> Iterator[Row]:
     """Atari: each experiment on each game that it was run on."""
     for (name, env_id, steps), found in results.groupby(["experiment", "env_id", "steps"], sort=False):
         if name.startswith("atari"):
-            training = curves(found, "return")  # at 250k it is known only where a part of the curve ends there
-            early = training[:, 250_000 * training.shape[1] // steps - 1]
-            ends_there = 250_000 * training.shape[1] % steps == 0
+            training = curves(found, "return")
+            part, rest = divmod(250_000 * training.shape[1], steps)
+            at_250k = "" if rest else spread(training[:, part - 1])  # "" if no part of the curve ends there
             yield {
                 "game": env_id,
                 "settings": experiments.EXPERIMENTS[name].label,
                 "steps": short(steps),
                 "seeds": f"{len(found)}",
-                "training, at 250k": spread(early) if ends_there else "",
+                "training, at 250k": at_250k,
                 "last 100 games of training": spread(found.training),
                 "greedy": f"**{spread(found.greedy)}**",
                 "games": f"{found.episodes.iloc[0]}",
@@ -287,7 +287,6 @@ def tables() -> dict[str, str]:
     atari = [
         ("atari-pong", (experiments.PONG, 2_000_000)),
         ("atari-breakout", (experiments.BREAKOUT, 500_000)),
-        ("atari-breakout", (experiments.BREAKOUT, 10_000_000)),
     ]
     made = {name: study_table(study, results) for name, study in experiments.STUDIES.items()}
     made |= {
