@@ -304,7 +304,7 @@ class Rollout:
         _, processes = world()
         steps, n = args.num_steps, args.num_envs // processes
         pixels = torch.zeros(steps + 1, n, 84, 84, 4, dtype=torch.uint8, device=args.device)
-        self.obs = pixels.permute(0, 1, 4, 2, 3)  # channels last in memory, as the network has them
+        self.obs = pixels.permute(0, 1, 4, 2, 3)  # channels last in memory, as in Agent.forward
         self.policies = torch.zeros(steps, n, agent.num_actions, device=args.device)  # log-probabilities
         self.values = torch.zeros(steps + 1, n, device=args.device)  # V(s)
         self.actions, self.rewards = np.zeros((steps, n), np.int64), np.zeros((steps, n), np.float32)
