@@ -286,7 +286,7 @@ def tables() -> dict[str, str]:
     classic = [("classic", task) for task in experiments.CLASSIC if task != ("CartPole-v1", 500_000)]
     atari = [
         ("atari-pong", (experiments.PONG, 2_000_000)),
-        ("atari-breakout", (experiments.BREAKOUT, 500_000)),
+        ("atari-breakout", (experiments.BREAKOUT, 10_000_000)),
     ]
     made = {name: study_table(study, results) for name, study in experiments.STUDIES.items()}
     made |= {
