@@ -1,12 +1,14 @@
 """grpo.py: its loss against TRL's and against exact gradients, its two tasks, its runs."""
 
 import copy
+import importlib
 import itertools
 import json
 import math
 import random
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -517,11 +519,16 @@ def all_updates(batch, rewards):
 
 def share_of_all_updates(rank, path):
     """The same with a half of the batch, as one of two processes."""
+    # Optimizers load this module. If there is a group by then, the module keeps it, and the group's threads,
+    # which outlive Python, can abort the process.
+    importlib.import_module("torch.distributed.nn")
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
     half = slice(8 * rank, 8 * rank + 8)
     batch = grpo.Batch(*(column[half] for column in random_batch()))
     torch.save(all_updates(batch, torch.arange(16.0).square()[half]), f"{path}/{rank}.pt")
+    group = weakref.ref(torch.distributed.group.WORLD)
     torch.distributed.destroy_process_group()
+    assert group() is None, "something keeps the group, and its threads"
 
 
 @pytest.mark.slow
