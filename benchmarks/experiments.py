@@ -148,23 +148,21 @@ DISCRETE = [
     ),
     Experiment("taxi", f"`{TAXI_FLAGS}`", "ppo.py", each([("Taxi-v4", 500_000)], 5, first=111), TAXI_FLAGS),
     Experiment("sb3-rl-zoo", "Stable-Baselines3", "sb3", each(CLASSIC, 3), settings=RL_ZOO),
-    Experiment("ppo", "the defaults", "ppo.py", each(DETAILS + GRID, 10)),  # for the studies
+    Experiment("ppo", "the defaults", "ppo.py", each(DETAILS, 8) + each(GRID, 10)),  # for the studies
     Experiment("a2c", "A2C", "ppo.py", each(GRID, 10), A2C),
-    Experiment("penalty-fixed", "KL penalty, β = 1", "ppo.py", each(SHORT, 10), "--surrogate kl-penalty"),
-    Experiment("penalty-adaptive", "KL penalty, adaptive β", "ppo.py", each(SHORT, 10), ADAPTIVE_PENALTY),
-    Experiment("clip-adaptive", "adaptive clip range", "ppo.py", each(SHORT, 10), "--adapt clip-coef"),
-    Experiment("no-norm-adv", "no advantage normalisation", "ppo.py", each(DETAILS, 10), "--no-norm-adv"),
-    Experiment("clip-vloss", "value clipping", "ppo.py", each(DETAILS, 10), "--clip-vloss"),
-    Experiment("no-anneal-lr", "no learning-rate decay", "ppo.py", each(DETAILS, 10), "--no-anneal-lr"),
-    Experiment("time-limit-as-death", "time limits as deaths", "ppo.py", each(DEATHS, 10)),
+    Experiment("penalty-fixed", "KL penalty, β = 1", "ppo.py", each(SHORT, 8), "--surrogate kl-penalty"),
+    Experiment("penalty-adaptive", "KL penalty, adaptive β", "ppo.py", each(SHORT, 8), ADAPTIVE_PENALTY),
+    Experiment("clip-adaptive", "adaptive clip range", "ppo.py", each(SHORT, 8), "--adapt clip-coef"),
+    Experiment("no-norm-adv", "no advantage normalisation", "ppo.py", each(DETAILS, 8), "--no-norm-adv"),
+    Experiment("clip-vloss", "value clipping", "ppo.py", each(DETAILS, 8), "--clip-vloss"),
+    Experiment("no-anneal-lr", "no learning-rate decay", "ppo.py", each(DETAILS, 8), "--no-anneal-lr"),
+    Experiment("time-limit-as-death", "time limits as deaths", "ppo.py", each(DEATHS, 8)),
 ]
 for k in (1, 4, 10, 30):
-    DISCRETE.append(Experiment(f"epochs-{k}", f"K = {k}", "ppo.py", each(SHORT, 10), f"--update-epochs {k}"))
+    DISCRETE.append(Experiment(f"epochs-{k}", f"K = {k}", "ppo.py", each(SHORT, 8), f"--update-epochs {k}"))
 for k in (10, 30):
     flags = f"--update-epochs {k} --clip-coef 1000 --allow-unsafe"
-    DISCRETE.append(
-        Experiment(f"epochs-{k}-no-clip", f"K = {k}, no clip", "ppo.py", each(ACROBOT, 10), flags)
-    )
+    DISCRETE.append(Experiment(f"epochs-{k}-no-clip", f"K = {k}, no clip", "ppo.py", each(ACROBOT, 8), flags))
 STUDIES = {  # K is the number of epochs per rollout, 15 by default
     "epochs": Study(
         "Epochs per rollout (K = 15 by default)",
