@@ -46,17 +46,13 @@ AXIS = {
     "clip_fraction": "clip fraction",
     "entropy": "entropy, nats",
 }
-STEPS = "thousand steps"
-Panel = tuple[str, str, str]  # environment, quantity, unit of the x axis
+Panel = tuple[str, str]  # environment and quantity
 
 
-def draw_curve(axes: Axes, found: pd.DataFrame, quantity: str, unit: str, label: str, index: int) -> None:
+def draw_curve(axes: Axes, found: pd.DataFrame, quantity: str, label: str, index: int) -> None:
     """The mean over seeds as a line, and their range as a band, where all of them have a value."""
     y = curves(found, quantity)
-    if unit == STEPS:
-        x = (np.arange(y.shape[1]) + 0.5) / y.shape[1] * found.steps.iloc[0] / 1000
-    else:
-        x = curves(found, "seconds").mean(0) / (60 if "minutes" in unit else 1)
+    x = (np.arange(y.shape[1]) + 0.5) / y.shape[1] * found.steps.iloc[0] / 1000
     complete = ~np.isnan(y).any(0)
     x, y = x[complete], y[:, complete]
     axes.plot(x, y.mean(0), color=COLORS[index], linestyle=STYLES[index], label=f"{label} (seeds: {len(y)})")
@@ -77,18 +73,18 @@ def learning_curves(
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     order = list(dict.fromkeys(labels.values()))
     handles: dict[str, Any] = {}
-    for axes, (env_id, quantity, unit) in zip(grid, panels, strict=False):
+    for axes, (env_id, quantity) in zip(grid, panels, strict=False):
         for name, label in labels.items():
             found = results[(results.experiment == name) & (results.env_id == env_id)]
             if len(found):
-                draw_curve(axes, found, quantity, unit, label, order.index(label))
+                draw_curve(axes, found, quantity, label, order.index(label))
         if levels and env_id in levels:
             axes.axhline(levels[env_id], color="gray", linewidth=1, linestyle="--", label="best published")
         axes.set_title(env_id, fontsize="medium")
-        axes.set_xlabel(unit)
+        axes.set_xlabel("thousand steps")
         axes.set_yscale("log" if quantity == "kl" else "linear")
         handles |= {text: handle for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-    for axes, (_, quantity, _) in zip(grid[::columns], panels[::columns], strict=True):
+    for axes, (_, quantity) in zip(grid[::columns], panels[::columns], strict=True):
         axes.set_ylabel(AXIS[quantity])
     for axes in grid[len(panels) :]:
         axes.axis("off")
@@ -104,7 +100,7 @@ def of_tasks(results: pd.DataFrame, tasks: list[Task]) -> pd.DataFrame:
 
 def study_figure(results: pd.DataFrame, study: Study) -> Figure:
     """A column per task, a row per quantity."""
-    panels = [(env_id, quantity, STEPS) for quantity in study.quantities for env_id, _ in study.tasks]
+    panels = [(env_id, quantity) for quantity in study.quantities for env_id, _ in study.tasks]
     labels = {name: EXPERIMENTS[name].label for name in study.experiments}
     return learning_curves(of_tasks(results, study.tasks), labels, panels, len(study.tasks), study.title)
 
@@ -113,14 +109,14 @@ def classic_figure(results: pd.DataFrame) -> Figure:
     """Classic control beside Stable-Baselines3."""
     tasks = [task for task in CLASSIC if task != ("CartPole-v1", 500_000)]
     labels = {"classic": "ppo.py", "sb3-rl-zoo": "Stable-Baselines3, RL Zoo's settings"}
-    panels = [(env_id, "return", STEPS) for env_id, _ in tasks]
+    panels = [(env_id, "return") for env_id, _ in tasks]
     title = "ppo.py at its defaults, and Stable-Baselines3 with the RL Zoo's settings for each environment"
     return learning_curves(of_tasks(results, tasks), labels, panels, len(tasks), title)
 
 
 def mujoco_figure(results: pd.DataFrame) -> Figure:
     """Continuous control beside Stable-Baselines3, with the best published returns."""
-    panels = [(env_id, "return", STEPS) for env_id, _ in MUJOCO]
+    panels = [(env_id, "return") for env_id, _ in MUJOCO]
     levels = {env_id: best for env_id, (best, *_) in PUBLISHED.items()}
     labels = {"continuous": "ppo_continuous.py at its defaults"}
     labels |= {"sb3-rl-zoo-mujoco": "Stable-Baselines3, RL Zoo's settings"}
@@ -132,11 +128,10 @@ def atari_figure(results: pd.DataFrame) -> Figure:
     """Atari games on a CPU: Pong and a long run of Breakout, and a short one beside Stable-Baselines3."""
     long = f"{BREAKOUT}, 10M steps"
     results = results.assign(env_id=results.env_id.where(results.steps < 10_000_000, long))
-    labels = dict.fromkeys(("atari-pong", "atari-breakout"), "ppo_atari.py")
-    labels["atari-sb3"] = "Stable-Baselines3"
-    panels = [(PONG, "return", STEPS), (long, "return", STEPS)]
-    panels += [(BREAKOUT, "return", STEPS), (BREAKOUT, "return", "minutes on one core")]
-    return learning_curves(results, labels, panels, 2, levels={long: PUBLISHED[BREAKOUT][0]})
+    labels = {"atari-breakout": "ppo_atari.py at its defaults", "atari-sb3": "Stable-Baselines3"}
+    labels["atari-pong"] = "ppo_atari.py with flags for Pong"
+    panels = [(env_id, "return") for env_id in (PONG, long, BREAKOUT)]
+    return learning_curves(results, labels, panels, 3, levels={long: PUBLISHED[BREAKOUT][0]})
 
 
 def objective_figure() -> Figure:
