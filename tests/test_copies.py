@@ -22,13 +22,13 @@ DRIFTS = {  # what is written in a copy, and the unit that has drifted
 @pytest.fixture
 def tool(tmp_path):
     """A copy of the repository's scripts, in which the tool can be called."""
-    (tmp_path / "tests").mkdir()
-    shutil.copy(ROOT / "tests/copies.py", tmp_path / "tests")
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools/copies.py", tmp_path / "tools")
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
 
     def call(*flags):
-        words = [sys.executable, "-S", "tests/copies.py", *flags]
+        words = [sys.executable, "-S", "tools/copies.py", *flags]
         return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
 
     return call
@@ -60,6 +60,6 @@ def test_drift_is_found_and_mended(tool, tmp_path):
 
 def test_a_stale_list_of_differences(tool, tmp_path):
     """A name in DIFFERENT that ppo.py has not is reported."""
-    path = tmp_path / "tests/copies.py"
+    path = tmp_path / "tools/copies.py"
     path.write_text(path.read_text().replace(" FORMAT ", " NO_SUCH_UNIT FORMAT "))
     assert "NO_SUCH_UNIT" in tool().stdout

@@ -1,7 +1,7 @@
 """Keep what the scripts have in common the same text in each.
 
-    python tests/copies.py          # list what has drifted from its original; exit status 1 if anything has
-    python tests/copies.py --fix    # write the original's version into the copies
+    python tools/copies.py          # list what has drifted from its original; exit status 1 if anything has
+    python tools/copies.py --fix    # write the original's version into the copies
 
 A unit is a function, a method, the rest of a class, or an assignment, at the top level of a script. Those of
 a script's original must stand in it word for word, but for those that `DIFFERENT` names: what differs on
@@ -127,7 +127,7 @@ def main() -> None:
             print(f"{script}: {name} is not as in {source}")
         for name in sorted(name for name in listed - names if not name.startswith("--")):
             drift = True
-            print(f"tests/copies.py: {source} has no {name}")
+            print(f"tools/copies.py: {source} has no {name}")
     sys.exit(drift)
 
 
