@@ -5,6 +5,7 @@ To measure something of your own, add an `Experiment` and run `python benchmarks
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class Run:
     def flags(self) -> list[str]:
         """The flags of a script of ours."""
         own = ["--env-id", self.env_id, "--total-timesteps", str(self.steps), "--seed", str(self.seed)]
-        return [*own, *self.experiment.flags.split()]
+        return [*own, *shlex.split(self.experiment.flags)]
 
 
 def runs() -> list[Run]:
@@ -107,7 +108,6 @@ VARIANTS = {  # of the scripts in the measurements of speed, with their flags
     "compiled": "--compile",
     "workers": "--compile --async-envs",
     "bfloat16": "--bfloat16",
-    "both": "--bfloat16 --compile",
 }
 
 # ------------------------------------------------- Discrete actions ----------------------------------------
@@ -242,7 +242,7 @@ RL_ZOO_MUJOCO: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SB3_MUJOCO = each([(env_id, 1_000_000) for env_id in RL_ZOO_MUJOCO], 3)
-NO_FORCES = "--env-kwargs include_cfrc_ext_in_observation=False"
+NO_FORCES = """--env-kwargs '{"include_cfrc_ext_in_observation": false}'"""
 SWIMMER_FLAGS = "--gamma 0.9999 --gae-lambda 0.98"
 OWN_FLAGS = {  # of three tasks, besides the defaults: task, label and flags, by name of the experiment
     "continuous-ant": ("Ant-v5", "no contact forces", NO_FORCES),
@@ -294,7 +294,7 @@ PIXELS = [
     Experiment(
         "atari-sb3", "Stable-Baselines3", "sb3", [(BREAKOUT, 250_000, 1)], settings={BREAKOUT: SB3_ATARI}
     ),
-    Experiment("atari-gpu", "the defaults", "ppo_atari.py", each(GAMES, 3), "--compile --bfloat16"),
+    Experiment("atari-gpu", "the defaults", "ppo_atari.py", each(GAMES, 3), "--bfloat16"),
 ]
 
 EXPERIMENTS = {experiment.name: experiment for experiment in DISCRETE + CONTINUOUS + PIXELS}

@@ -106,17 +106,21 @@ def run_ours(run: Run) -> dict[str, Any]:
     Where an earlier process was stopped, it goes on from the checkpoint; `sessions` counts the processes.
     """
     begin = time.time()
+    import torch
+
     script = importlib.import_module(run.experiment.script.removesuffix(".py"))
     args = tyro.cli(script.Args, args=run.flags)
     with contextlib.chdir(log_of(run).parent):
         checkpoint = next(Path().glob("runs/*/checkpoint.pt"), None)
         with open("starts.txt", "a" if checkpoint else "w") as file:
             print(begin, file=file)
-        steps = script.load_checkpoint(checkpoint, run.env_id)["state"]["global_step"] if checkpoint else 0
+        steps = torch.load(checkpoint, weights_only=True)["state"]["global_step"] if checkpoint else 0
         if steps < run.steps:
             results = script.train(replace(args, resume=checkpoint and str(checkpoint)))
         else:  # it was stopped in its evaluation
             results = {"checkpoint": checkpoint, "greedy_returns": script.evaluate(checkpoint, args)}
+        if "greedy_returns" not in results:
+            raise KeyboardInterrupt  # training was stopped
         log = EventAccumulator(str(Path(results["checkpoint"]).parent), {"scalars": 0}).Reload()
         starts = np.loadtxt("starts.txt", ndmin=1)
     curve = {}
@@ -294,6 +298,7 @@ def main() -> None:
         return
     refuse_uncommitted()
     if args.one:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # training saves, and stops
         run_one(selected[0])
         return
     try:

@@ -2,9 +2,30 @@
 
 import pathlib
 import sys
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 tests = pathlib.Path(__file__).parent
 sys.path[:0] = [str(tests), str(tests.parent), str(tests.parent / "benchmarks")]
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """`trained(case)` is a short run of a script, for all tests that only look at it or copy it."""
+    import helpers
+
+    runs = {}
+
+    def get(case):
+        if case not in runs:
+            folder = tmp_path_factory.mktemp(repr(case))
+            printed = helpers.run(case, folder).out
+            runs[case] = SimpleNamespace(
+                folder=folder, checkpoint=helpers.checkpoint_in(folder), printed=printed
+            )
+        return runs[case]
+
+    return get

@@ -1,14 +1,22 @@
-"""What the tests of the algorithm share: the scripts, random rollouts, and computations in float64."""
+"""What the tests share: the scripts, random rollouts, computations in float64, and calling a script."""
 
-import math
+import contextlib
+import io
+import os
+import signal
+import sys
+import traceback
 from dataclasses import fields, replace
-from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
+import user_envs
 from gymnasium import spaces
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributions import Categorical, Independent, Normal
 from torch.optim import Adam
 
@@ -16,6 +24,7 @@ import ppo
 import ppo_atari
 import ppo_continuous
 
+ROOT = Path(__file__).resolve().parent.parent
 D = 3  # numbers per observation
 PLAIN = {  # settings that these tests rely on, whatever the defaults are
     "num_envs": 4, "num_steps": 12, "gamma": 0.97, "gae_lambda": 0.9, "hidden_size": 64,
@@ -26,13 +35,17 @@ PLAIN = {  # settings that these tests rely on, whatever the defaults are
     "ent_coef": 0.01, "anneal_ent_coef": False, "target_entropy": None,
     "init_log_std": -0.5, "min_log_std": -20.0, "stagger": False,
 }  # fmt: skip
+SMALL = {  # settings of short runs from the command line
+    "num_envs": 4, "num_steps": 32, "update_epochs": 2, "num_minibatches": 2, "eval_episodes": 3,
+    "hidden_size": 16, "total_timesteps": 300,
+}  # fmt: skip
 
 
 class Case:
     """One script, and what is known of its policies."""
 
-    def __init__(self, script, action_space):
-        self.script, self.action_space = script, action_space
+    def __init__(self, script):
+        self.script, self.file = script, f"{script.__name__}.py"
 
     def __repr__(self):
         return self.script.__name__
@@ -45,63 +58,60 @@ class Case:
     def make_state(self, args):
         return self.script.State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
 
-    def new_agent(self, args, obs_space=None, action_space=None):
-        """An agent as a script makes it."""
-        default = spaces.Box(-np.inf, np.inf, (D,))
-        return self.script.Agent(args, obs_space or default, action_space or self.action_space)
-
-    def make_agent(self, args, seed=0, **given):
+    def make_agent(self, args, seed=0, obs_space=None, num_actions=None):
         """An agent whose policy depends on what it sees, and whose statistics are not those of a new one."""
         torch.manual_seed(seed)
-        agent = self.new_agent(args, **given)
-        size = agent.obs_size
+        obs_space = obs_space or spaces.Box(-np.inf, np.inf, (D,))
+        agent = self.script.Agent(args, obs_space, num_actions or self.num_actions)
         with torch.no_grad():
             agent.actor[-1].weight.mul_(60)
             for layer in (*agent.actor[::2], *agent.critic[::2]):
                 layer.bias.normal_(std=0.1)
-        agent.obs_moments.update(0.5 + 2 * torch.randn(50, size))
+        agent.obs_moments.update(0.5 + 2 * torch.randn(50, obs_space.shape[0]))
         agent.return_moments.update(1 + 3 * torch.randn(50, 1))
         return agent
+
+    def make_optimizer(self, agent):
+        return Adam(agent.parameters(), 99.0, self.betas, eps=1e-5)  # the learning rate is the state's
 
     def make_rollout(self, args, agent, seed=0, chance=0.2):
         """A rollout of random observations and rewards, with actions that the agent has sampled."""
         rng = np.random.default_rng(seed)
-        rollout = self.script.Rollout(args, agent)
+        rollout = self.new_rollout(args, D, self.num_actions)
         ends = random_ends(rng, args.num_steps, args.num_envs, chance)
         rollout.terminated[:], rollout.truncated[:], rollout.valid[:] = ends
         rollout.obs[:] = 1 + 2 * rng.normal(size=rollout.obs.shape)
         rollout.rewards[:] = 0.3 + rng.normal(size=rollout.rewards.shape)
         rollout.discounted_returns[-1] = rng.normal(size=args.num_envs)
         torch.manual_seed(seed)
-        for t in range(args.num_steps):
-            with torch.no_grad():
-                actions, policy = agent.act(rollout.obs[t], self.noise(args.num_envs, self.num_actions))
-            rollout.actions[t], rollout.acting_policy = actions.numpy(), policy
+        with torch.no_grad():
+            policy = agent.policy(agent.normalize(torch.from_numpy(rollout.obs[:-1])))
+            rollout.actions[:] = self.distribution(policy).sample()
         return rollout
 
     def begin(self, args, seed=10):
         """Environments just reset, an agent and an empty rollout."""
         envs = self.script.make_envs(args)
-        spaces_ = {"obs_space": envs.single_observation_space, "action_space": envs.single_action_space}
-        agent = self.make_agent(args, seed=3, **spaces_)
-        size = agent.obs_size
+        obs_space, num_actions = envs.single_observation_space, self.count(envs.single_action_space)
+        agent = self.make_agent(args, 3, obs_space, num_actions)
+        size = obs_space.shape[0]
         agent.obs_moments.mean.copy_(torch.linspace(11, 3, size))
         agent.obs_moments.var.copy_(torch.linspace(1, 9, size))
-        rollout = self.script.Rollout(args, agent)
+        rollout = self.new_rollout(args, size, num_actions)
         rollout.obs[-1], _ = envs.reset(seed=seed)
         return envs, agent, rollout
 
-    def make_step(self, agent, args, state=None, optimizer=None):
-        """What `update` calls with each minibatch."""
-        optimizer = optimizer or Adam(agent.parameters(), 99.0, self.betas, eps=1e-5)  # see the state for lr
-        return partial(self.script.gradient_step, agent, optimizer, args, state or self.make_state(args))
-
-    def learn(self, agent, rollout, args, seed=0, step=None):
-        """An iteration's learning, with its permutations seeded."""
-        batch, *estimate, metrics = self.script.make_batch(agent, rollout, args)
+    def update(self, agent, batch, rollout, args, seed=0, compute=None, optimizer=None, state=None):
+        """`update` of the script, with its permutations seeded. Returns metrics."""
         torch.manual_seed(seed)
-        step = step or self.make_step(agent, args)
-        return metrics | self.script.update(agent, step, batch, *estimate, args)
+        optimizer, state = optimizer or self.make_optimizer(agent), state or self.make_state(args)
+        more = [rollout] if self is CONTINUOUS else []
+        compute = compute or self.script.compute_gradients
+        return self.script.update(agent, optimizer, compute, batch, *more, args, state)
+
+    def learn(self, agent, rollout, args, **given):
+        """An iteration's learning: see `update`."""
+        return self.update(agent, self.make_batch(agent, rollout, args), rollout, args, **given)
 
     def forward(self, network, x):
         """What a network gives, in NumPy and float64."""
@@ -121,15 +131,18 @@ class Case:
 class Discrete(Case):
     """A policy is the vector log π(·|s)."""
 
-    env_id = "scripted_envs:Scripted-v0"
+    env_id, walk = "scripted_envs:Scripted-v0", "user_envs:Walk-v0"
     activation = staticmethod(np.tanh)
     num_actions, betas = 4, (0.9, 0.999)
 
-    def __init__(self, script):
-        super().__init__(script, spaces.Discrete(self.num_actions, start=3))
+    def count(self, space):
+        return int(space.n)
 
-    def noise(self, *shape):
-        return self.script.gumbel_noise(*shape)
+    def new_rollout(self, args, obs_size, num_actions):
+        return self.script.Rollout(args, obs_size)
+
+    def make_batch(self, agent, rollout, args):
+        return self.script.make_batch(agent, rollout, args)
 
     def policy_of(self, logits, agent):
         return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -152,20 +165,24 @@ class Discrete(Case):
         return -np.exp(policy) @ policy
 
     def numpy_kl(self, old, new):
-        return sum(math.exp(p) * (p - q) for p, q in zip(old, new, strict=True))
+        return np.exp(old) @ (old - new)
 
 
 class Continuous(Case):
     """A policy is a vector of means, then log standard deviations."""
 
-    env_id = "scripted_envs:ScriptedBox-v0"
+    env_id, walk = "scripted_envs:ScriptedBox-v0", "user_envs:WalkBox-v0"
     num_actions, betas = 2, (0.9, 0.99)
 
-    def __init__(self, script):
-        super().__init__(script, spaces.Box(-1, 1, (self.num_actions,)))
+    def count(self, space):
+        return space.shape[0]
 
-    def noise(self, *shape):
-        return torch.randn(*shape)
+    def new_rollout(self, args, obs_size, num_actions):
+        return self.script.Rollout(args, obs_size, num_actions)
+
+    def make_batch(self, agent, rollout, args):
+        self.script.normalize_rollout(agent, rollout, args)
+        return self.script.make_batch(agent, rollout, args)
 
     def activation(self, x):
         return np.where(x > 0, x, np.exp(np.minimum(x, 0)) - 1)  # ELU
@@ -258,7 +275,7 @@ class RewardScale:
         """Continue from the statistics of an agent, and from the episodes under way in a rollout."""
         self.gamma, self.running = gamma, float64(torch.from_numpy(rollout.discounted_returns[-1])).tolist()
         moments = agent.return_moments
-        mean, std, count = moments.mean.item(), math.sqrt(moments.var.item()), int(moments.count.item())
+        mean, std, count = moments.mean.item(), np.sqrt(moments.var.item()), int(moments.count.item())
         self.seen = [mean - std, mean + std] * (count // 2)  # other numbers with the same moments
 
     def scale(self, rewards, valid):
@@ -268,4 +285,77 @@ class RewardScale:
                 self.seen.append(self.running[n])
             else:
                 self.running[n] = 0.0
-        return np.clip(rewards / math.sqrt(np.var(self.seen) + 1e-8), -10, 10)
+        return np.clip(rewards / np.sqrt(np.var(self.seen) + 1e-8), -10, 10)
+
+
+def flags(**settings):
+    """Settings as words of a command."""
+    return [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+
+
+def call(case, folder, *words):
+    """Run a script's `main` in a folder, in this process. Returns its status, and what it printed."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    user_envs.LOG.clear()
+    sys.path_importer_cache.pop(".", None)  # it is another folder now
+    before, argv, path, handler = Path.cwd(), sys.argv, sys.path[:], signal.getsignal(signal.SIGTERM)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            os.chdir(folder)
+            sys.argv = [case.file, *map(str, words)]
+            case.script.main()
+        except SystemExit as end:
+            status = end.code or 0
+        except Exception:  # what Python does with it
+            traceback.print_exc()
+            status = 1
+        finally:
+            os.chdir(before)
+            sys.argv, sys.path[:] = argv, path
+            signal.signal(signal.SIGTERM, handler)
+    return SimpleNamespace(status=status, out=out.getvalue(), err=err.getvalue())
+
+
+def run(case, folder, *words, **settings):
+    """`call` with the small settings, on this script's `Walk`. It must succeed."""
+    known = {setting.name for setting in fields(case.script.Args)}
+    small = {name: value for name, value in SMALL.items() if name in known}
+    if "--resume" in words or "--evaluate" in words:
+        small = {}
+    done = call(case, folder, *flags(env_id=case.walk, **small | settings), *words)
+    assert (done.status, done.err) == (0, "")
+    return done
+
+
+def checkpoint_in(folder):
+    """The checkpoint of the only run below a folder."""
+    (path,) = folder.glob("runs/*/checkpoint.pt")
+    return path
+
+
+def load(path):
+    """What a checkpoint holds."""
+    return torch.load(path, weights_only=True)
+
+
+def same(a, b):
+    """Equality, bit for bit, of nested dicts and lists with tensors in them."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else repr(a) == repr(b)
+
+
+def curves(folder):
+    """A run's curves by tag, and by step; a step that is there twice fails. The speed is left out."""
+    files = sorted(folder.glob("events*"), key=lambda path: path.stat().st_mtime_ns)
+    for i, path in enumerate(files):  # TensorBoard orders them by name, which has the second they began in
+        path.rename(folder / f"events.out.tfevents.{i:09}")
+    log, found = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload(), {}
+    for tag in log.Tags()["scalars"]:
+        steps = [event.step for event in log.Scalars(tag)]
+        assert steps == sorted(set(steps)), f"{tag} has a step twice, or goes back"
+        if tag != "charts/SPS":
+            found[tag] = {event.step: event.value for event in log.Scalars(tag)}
+    return found

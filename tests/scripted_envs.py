@@ -9,8 +9,6 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-FIRST_ACTION = 5  # the actions are 5, 6 and 7
-
 
 def length(key, episode):
     """Steps of an episode, from 1 to 7."""
@@ -36,7 +34,7 @@ class Scripted(gym.Env):
     """The script, with discrete actions."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (4,))
-    action_space = spaces.Discrete(3, start=FIRST_ACTION)
+    action_space = spaces.Discrete(3)
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:

@@ -36,6 +36,13 @@ import ppo_continuous
 gym.register_envs(ale_py)
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"ppo.py": ppo, "ppo_continuous.py": ppo_continuous, "ppo_atari.py": ppo_atari}
+LEARNING = {  # settings that change what is learnt
+    "adapt", "anneal_ent_coef", "anneal_lr", "clip_coef", "clip_rewards", "clip_vloss", "desired_kl",
+    "ent_coef", "env_id", "gae_lambda", "gamma", "hidden_size", "init_log_std", "kl_coef", "learning_rate",
+    "max_grad_norm", "min_log_std", "norm_adv", "norm_obs", "norm_rewards", "num_envs", "num_minibatches",
+    "num_steps", "recompute_advantages", "seed", "stagger", "surrogate", "target_entropy", "target_kl",
+    "total_timesteps", "update_epochs", "vf_coef",
+}  # fmt: skip
 STORED = [run for run in experiments.runs() if run.path.exists()]
 
 TINY = """
@@ -133,17 +140,15 @@ def test_pauses_are_no_training():
 @pytest.mark.slow
 def test_a_stopped_run_goes_on(copy):
     """From its checkpoint: the stored curve begins with the first process, and nothing is left over."""
-    flags = "--checkpoint-seconds 0.2 --eval-episodes 2"
+    flags = "--eval-episodes 2"
     with open(copy / "benchmarks/experiments.py", "a") as file:
         file.write('TASKS = [("CartPole-v1", 100_000, 1)]\n')
         file.write(f'EXPERIMENTS["long"] = Experiment("long", "", "ppo.py", TASKS, "{flags}")\n')
     folder = copy / "benchmarks/unfinished/long/CartPole-v1_100000/1"
-    process, steps = start(copy, "--only", "long"), 0
-    while steps == 0:  # until a checkpoint later than the first
+    process = start(copy, "--only", "long")
+    while not (folder / "log.txt").exists() or " steps  return" not in (folder / "log.txt").read_text():
         assert process.poll() is None
         time.sleep(0.05)
-        for path in folder.glob("runs/*/checkpoint.pt"):
-            steps = ppo.load_checkpoint(path)["state"]["global_step"]
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
     assert not results_in(copy)
@@ -170,7 +175,7 @@ def test_a_run_that_was_stopped_in_its_evaluation(copy, monkeypatch):
     result = json.loads((copy / "benchmarks/results/tiny/CartPole-v1_4000/1.json").read_text())
     assert result["final"]["greedy"] == trained["greedy_returns"].tolist()
     assert result["sessions"] == 2
-    assert "100%" not in (folder / "log.txt").read_text()  # no training
+    assert "rollout" not in (folder / "log.txt").read_text()  # no training
 
 
 @pytest.mark.slow
@@ -230,7 +235,7 @@ def test_stored_results_are_those_of_the_list():
             settings[run.experiment.name] = vars(tyro.cli(script.Args, args=run.flags))
         own = {"env_id": run.env_id, "total_timesteps": run.steps, "seed": run.seed}
         expected = settings[run.experiment.name] | own
-        for name in set(script.SAVED) & result["args"].keys():
+        for name in LEARNING & expected.keys() & result["args"].keys():
             assert result["args"][name] == expected[name], f"{run.name}: {name}"
 
 

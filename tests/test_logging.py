@@ -1,83 +1,87 @@
-"""What a run leaves behind: TensorBoard's curves and hyperparameters, the folder's name, W&B."""
+"""What a run leaves behind: TensorBoard's curves, the folder's name, Weights & Biases, and advice."""
 
 import json
 import re
 import sys
-from itertools import pairwise
 
-import cli_helpers as cli
 import numpy as np
 import pytest
 import user_envs
-from cli_helpers import PPO, SMALL, call, checkpoint_in, each_script, load, run, steps_done
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from helpers import CONTINUOUS, DISCRETE, call, checkpoint_in, curves, each_script, load, run
 
 STATISTICS = {"": np.mean, "_std": np.std, "_min": np.min, "_max": np.max}
 
 
 @each_script
-def test_episodes(script, tmp_path):
-    """Returns and lengths of the episodes that ended in the iteration, as the environment saw it."""
-    run(script, tmp_path, "--no-norm-obs", total_timesteps=1500)  # or ppo_continuous.py logs no first rollout
-    data = cli.curves(checkpoint_in(tmp_path).parent)
-    steps, episodes, recent = sorted(data["losses/kl"]), user_envs.LOG["episodes"], []
-    for before, step in pairwise([0, *steps]):
-        ended = [(value, length) for at, value, length in episodes if before < at <= step]
-        recent += [value for value, _ in ended]
-        for name, values in zip(("return", "length"), zip(*ended, strict=True), strict=True):
-            for suffix, statistic in STATISTICS.items():
-                logged = data[f"charts/episodic_{name}{suffix}"][step]
-                assert logged == pytest.approx(statistic(values), rel=1e-5), (name, suffix, step)
+def test_episodes(case, tmp_path):
+    """Returns and lengths of the episodes that ended in an iteration, as the environment saw it."""
+    run(case, tmp_path, "--no-norm-obs", num_envs=1, num_steps=128, total_timesteps=1000)
+    path = checkpoint_in(tmp_path)
+    data, end = curves(path.parent), 0
+    episodes, recent = user_envs.LOG["episodes"], []
+    ends = np.cumsum([length for _, length in episodes])
+    for step in data["losses/kl"]:
+        first, end = end, np.searchsorted(ends, step, side="right")
+        returns, lengths = zip(*episodes[first:end], strict=True)
+        recent += returns
+        for suffix, statistic in STATISTICS.items():
+            logged = data[f"charts/episodic_return{suffix}"][step]
+            assert logged == pytest.approx(statistic(returns), rel=1e-5), (suffix, step)
+        assert data["charts/episodic_length"][step] == pytest.approx(np.mean(lengths), rel=1e-5)
         assert data["charts/episodic_return_100"][step] == pytest.approx(np.mean(recent[-100:]), rel=1e-5)
     assert len(recent) > 100
-    evaluated = [value for at, value, _ in episodes if at > steps[-1]]
-    assert data["eval/greedy_return"] == {steps[-1]: pytest.approx(np.mean(evaluated), rel=1e-5)}
-    assert steps[-1] == steps_done(checkpoint_in(tmp_path))
+    assert step == load(path)["state"]["global_step"]
+    evaluated = [value for value, _ in episodes[-3:]]
+    assert data["eval/greedy_return"] == {step: pytest.approx(np.mean(evaluated), rel=1e-5)}
 
 
 @each_script
-def test_curves(script, tmp_path):
-    """All tags are there, at each iteration; schedules are what the settings say, and the speed is right."""
-    flags = ["--no-norm-obs", "--adapt", "none", "--anneal-ent-coef", "--env-kwargs", "sleep=0.001"]
-    run(script, tmp_path, *flags, total_timesteps=600, learning_rate=0.002, ent_coef=0.03)
-    log = cli.events(checkpoint_in(tmp_path).parent)
-    data = {tag: [(e.step, e.value, e.wall_time) for e in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
-    losses = "value_loss policy_loss entropy old_approx_kl approx_kl clipfrac explained_variance grad_norm kl"
-    tags = {f"losses/{name}" for name in [*losses.split(), "policy_mismatch"]}
-    tags |= {f"charts/{name}" for name in ("learning_rate", "clip_coef", "ent_coef", "kl_coef")}
-    steps = [step for step, _, _ in data["losses/kl"]]
-    for tag in tags:
-        assert [step for step, _, _ in data[tag]] == steps, tag
+def test_curves(case, tmp_path):
+    """All tags are there, at each iteration; schedules are what the settings say."""
+    words = ["--no-norm-obs", "--adapt", "none", "--anneal-ent-coef"]
+    run(case, tmp_path, *words, total_timesteps=600, learning_rate=0.002, ent_coef=0.03)
+    data = curves(checkpoint_in(tmp_path).parent)
+    losses = "value_loss policy_loss entropy old_approx_kl approx_kl clipfrac explained_variance critic_error"
+    losses += " grad_norm kl" + " std std_min std_max" * (case is CONTINUOUS)
+    steps = list(data["losses/kl"])
+    assert {tag for tag in data if tag.startswith("losses/")} == {f"losses/{name}" for name in losses.split()}
+    for name in losses.split():
+        assert list(data[f"losses/{name}"]) == steps, name
     remaining = [1 - step / 600 for step in [0, *steps[:-1]]]
-    for tag, start in (("learning_rate", 0.002), ("ent_coef", 0.03)):
-        expected = [start * share for share in remaining]
-        assert [value for _, value, _ in data[f"charts/{tag}"]] == pytest.approx(expected, rel=1e-4)
-    began = data["losses/kl"][0]
-    for step, speed, now in data["charts/SPS"][-3:]:
-        assert speed == pytest.approx((step - began[0]) / (now - began[2]), rel=0.3)
-    if script is PPO:
-        assert 1.0 < data["losses/entropy"][0][1] <= 1.0987  # near log 3
-    assert all(value < 1e-4 for _, value, _ in data["losses/policy_mismatch"])
+    for name, starts, shares in (
+        ("learning_rate", 0.002, remaining),
+        ("ent_coef", 0.03, remaining),
+        ("clip_coef", 0.2, 1),
+        ("kl_coef", 1.0, 1),
+    ):
+        expected = starts * np.ones(len(steps)) * shares
+        assert list(data[f"charts/{name}"].values()) == pytest.approx(expected, rel=1e-4), name
+    if case is DISCRETE:
+        assert 1.0 < data["losses/entropy"][steps[0]] <= 1.0987  # near log 3
 
 
-@each_script
-def test_hyperparameters(script, tmp_path):
-    """TensorBoard's page of hyperparameters has the settings of the algorithm, and the results to compare."""
-    run(script, tmp_path, total_timesteps=200, ent_coef=0.03)
-    contents = cli.events(checkpoint_in(tmp_path).parent).PluginTagToContent("hparams")
-    start = HParamsPluginData.FromString(contents["_hparams_/session_start_info"]).session_start_info
-    assert {"env_id", "seed", "num_envs", "ent_coef"} <= set(start.hparams) <= set(script.module.SAVED)
-    assert "vf_coef" not in start.hparams, "it has its default"
-    assert start.hparams["ent_coef"].number_value == 0.03
-    experiment = HParamsPluginData.FromString(contents["_hparams_/experiment"]).experiment
-    tags = {metric.name.tag for metric in experiment.metric_infos}
-    assert tags == {"charts/episodic_return_100", "eval/greedy_return"}
+def test_a_metric_of_ones_own(tmp_path, monkeypatch):
+    """What a changed loss adds to the metrics is a curve; a name with a slash is its whole tag."""
+    monkeypatch.chdir(tmp_path)
+    args = DISCRETE.make_args(env_id=DISCRETE.walk)
+    agent, state = DISCRETE.make_agent(args), DISCRETE.make_state(args)
+    writer = DISCRETE.script.Run(args, agent, DISCRETE.make_optimizer(agent), state)
+    names = "kl", "grad_norm", "clipfrac", "explained_variance", "critic_error", "entropy"
+    for step in (100, 200):
+        state.global_step = step
+        metrics = dict.fromkeys(names, 1.0) | {"mine": step / 10, "charts/mine": step / 100}
+        writer.log(metrics, [(5.0, 10)])
+    writer.writer.close()
+    (folder,) = tmp_path.glob("runs/*")
+    data = curves(folder)
+    assert data["losses/mine"] == {100: 10, 200: 20}
+    assert data["charts/mine"] == {100: 1, 200: 2}
 
 
 def test_folder_names(tmp_path):
     """<env>__<exp>__<seed>__<time>, one folder whatever stands in a name; and no two runs share one."""
     for _ in range(2):
-        run(PPO, tmp_path, "--exp-name", "../a b:c", total_timesteps=50, seed=7)
+        run(DISCRETE, tmp_path, "--exp-name", "../a b:c", total_timesteps=130, seed=7)
     names = sorted(path.parent.name for path in tmp_path.glob("runs/*/checkpoint.pt"))
     assert len(names) == 2
     for name in names:
@@ -85,50 +89,92 @@ def test_folder_names(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-WANDB = """
-import json, types
-def finish(exit_code=0):
-    open("finished.txt", "a").write(f"{exit_code} ")
-def init(**settings):
-    json.dump(settings, open("called.json", "w"))
-    return types.SimpleNamespace(finish=finish)
-"""
-
-
-@pytest.fixture
-def wandb(tmp_path, monkeypatch):
-    """A module `wandb` that writes down how it is called. Returns what it wrote."""
-    (tmp_path / "wandb.py").write_text(WANDB)
+def test_tracking(tmp_path, monkeypatch):
+    """--track mirrors TensorBoard to W&B, under the names that are given."""
+    lines = ["import json", "def init(**settings): json.dump(settings, open('called.json', 'w'))"]
+    (tmp_path / "wandb.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    yield lambda: json.loads((tmp_path / "called.json").read_text())
-    sys.modules.pop("wandb", None)
+    words = "--track", "--wandb-project-name", "p", "--wandb-entity", "e"
+    run(DISCRETE, tmp_path, *words, total_timesteps=130, ent_coef=0.03)
+    called = json.loads((tmp_path / "called.json").read_text())
+    assert (called["project"], called["entity"], called["sync_tensorboard"]) == ("p", "e", True)
+    assert called["config"]["ent_coef"] == 0.03
+    assert called["name"] == checkpoint_in(tmp_path).parent.name
+    sys.modules.pop("wandb")
+
+
+# Advice
+
+HEALTHY = {
+    "entropy": 0.6, "clipfrac": 0.1, "kl": 0.006, "explained_variance": 0.5, "critic_error": 0.3,
+    "std_max": 0.6, "progress": 0.3,
+}  # fmt: skip
+ROWS = [  # iterations, metrics that give the advice, changes of which each keeps it silent
+    (1, {"kl": 1.1}, [{"kl": 0.9}]),
+    (5, {"kl": 0.07}, [{"kl": 0.04}]),
+    (10, {"clipfrac": 0.41}, [{"clipfrac": 0.39}]),
+    (20, {"kl": 9e-7}, [{"kl": 1.1e-6}, {"progress": 0.6}]),
+    (20, {"explained_variance": -0.01}, [
+        {"explained_variance": 0.01}, {"explained_variance": np.nan}, {"critic_error": 0.09},
+        {"progress": 0.09},
+    ]),
+]  # fmt: skip
+LAST = {
+    DISCRETE: (10, {"entropy": 0.04}, [{"entropy": 0.06}]),
+    CONTINUOUS: (10, {"std_max": 3.1}, [{"std_max": 2.9}]),
+}
 
 
 @each_script
-def test_tracking(script, wandb, tmp_path):
-    """--track mirrors TensorBoard to W&B, in one run there that a resumed one continues."""
-    flags = ["--track", "--wandb-project-name", "p", "--wandb-entity", "e"]
-    run(script, tmp_path, *flags, total_timesteps=200, ent_coef=0.03)
-    first, path = wandb(), checkpoint_in(tmp_path)
-    assert (first["project"], first["entity"], first["sync_tensorboard"]) == ("p", "e", True)
-    assert first["config"]["ent_coef"] == 0.03
-    assert first["name"] == path.parent.name
-    assert "track" not in load(path)["args"]
-    (tmp_path / "called.json").unlink()
-    run(script, path.parent, *flags, "--resume", path.name, total_timesteps=400)  # from within its folder
-    (path.parent / "called.json").rename(tmp_path / "called.json")
-    assert (wandb()["id"], wandb()["resume"]) == (first["id"], "allow")
-    kwargs = ["--env-kwargs", "fault='raise', at=300"]
-    assert call(script, tmp_path, "--env-id", script.env(), *SMALL, *flags, *kwargs).status == 1
-    finished = [(folder / "finished.txt").read_text() for folder in (path.parent, tmp_path)]
-    assert finished == ["0 ", "0 1 "], "the next run of this process has its own"
+@pytest.mark.parametrize("row", range(6))
+def test_advice(case, row):
+    """It is given when its condition has held so many times in a row, once; and else it is silent."""
+    iterations, bad, silent = [*ROWS, LAST[case]][row]
+    advice, text = case.script.ADVICE, case.script.ADVICE[row][2]
+    assert len(advice) == 6
+
+    def said(streaks, *metrics):
+        """How often the text is given."""
+        return sum(text in case.script.advise(HEALTHY | each, streaks) for each in metrics)
+
+    streaks = [0] * 6
+    assert said(streaks, *[{}] * 100) == 0
+    assert said(streaks, *[bad] * (iterations - 1)) == 0
+    assert said(streaks, bad) == 1
+    assert said(streaks, *[bad] * 50) == 0
+    assert said(streaks, {}, *[bad] * iterations) == 1, "a second time, after it was over"
+    for safe in silent:
+        assert said([0] * 6, *[bad | safe] * 100) == 0, safe
+        assert said([0] * 6, *[bad] * (iterations - 1), bad | safe, *[bad] * (iterations - 1)) == 0
 
 
-def test_tracking_that_is_refused(wandb, tmp_path):
-    """What W&B says, or that it is missing, in one line, and no folder."""
-    (tmp_path / "wandb.py").write_text("def init(**settings):\n    raise Exception('no API key')\n")
-    cli.assert_refused(call(PPO, tmp_path, "--track"), tmp_path, "no API key")
-    (tmp_path / "wandb.py").write_text("raise ImportError('No module named wandb')\n")
-    sys.modules.pop("wandb", None)
-    cli.assert_refused(call(PPO, tmp_path, "--track"), tmp_path, "wandb")
+@each_script
+def test_advice_is_printed_and_logged(case, tmp_path):
+    """An update that is far too large is said at once."""
+    words = "--no-anneal-lr", "--adapt", "none"
+    done = run(case, tmp_path, *words, learning_rate=0.3, update_epochs=10, total_timesteps=800)
+    text = case.script.ADVICE[0][2]
+    assert text in done.out.splitlines()
+    (events,) = checkpoint_in(tmp_path).parent.glob("events*")
+    assert text.encode() in events.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "must", "false"),
+    [
+        ("", set(), {0, 1, 2, 3, 4, 5}),
+        ("--learning-rate 1", {0}, {3}),
+        ("--learning-rate 0.05", {1}, {3}),
+        ("--learning-rate 1e-7 --total-timesteps 60000", {3}, {0, 1, 2, 5}),
+        ("--vf-coef 0", {4}, {3}),
+    ],
+)
+def test_a_broken_run_is_told_the_truth(words, must, false, tmp_path):
+    """On CartPole: what must be said is said, and nothing that is false."""
+    shown = call(DISCRETE, tmp_path, "--total-timesteps", 40_000, "--eval-episodes", 1, *words.split())
+    assert shown.status == 0
+    said = {i for i, (_, _, text) in enumerate(DISCRETE.script.ADVICE) if text in shown.out}
+    assert must <= said
+    assert not said & false

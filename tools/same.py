@@ -54,7 +54,7 @@ ppo_atari.py --total-timesteps 2048 --num-threads 1 --eval-episodes 2
 ppo_atari.py --total-timesteps 2048 --num-threads 1 --eval-episodes 2 --bfloat16
 ppo_atari.py --total-timesteps 2048 --num-threads 1 --eval-episodes 2 --env-id PongNoFrameskip-v4 --clip-vloss
 ppo_atari.py --total-timesteps 2048 --num-threads 1 --eval-episodes 2 --surrogate kl-penalty --adapt kl-coef
-ppo_atari.py --total-timesteps 1024 --num-threads 1 --eval-episodes 2 then --total-timesteps 2048
+ppo_atari.py --total-timesteps 1024 --num-threads 1 then --total-timesteps 2048 --num-threads 1
 torchrun ppo_atari.py --total-timesteps 2048 --num-threads 1 --eval-episodes 2
 ppo_rlhf.py --total-episodes 1024
 grpo.py --total-episodes 1024
@@ -88,13 +88,13 @@ def checkpoint(folder: Path) -> Path:
 
 
 def tensors(content: object, name: str = "") -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint but the optimizer's and the random state, by name."""
+    """All tensors of real numbers in a checkpoint but the optimizer's, by name."""
     if isinstance(content, torch.Tensor):
-        return {name: content}
+        return {name: content} if content.is_floating_point() else {}
     found = {}
     if isinstance(content, dict):
         for key, value in content.items():
-            if key not in ("optimizer", "optimizers", "random"):
+            if not key.startswith("optimizer"):
                 found |= tensors(value, f"{name}.{key}".strip("."))
     return found
 
