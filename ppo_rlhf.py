@@ -1,141 +1,122 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.5,<2.14", "numpy", "tensorboard", "tyro>=0.9"]
+# dependencies = ["torch>=2.5", "numpy", "tensorboard", "tyro>=0.9"]
 # ///
-"""Proximal Policy Optimization (PPO) for language models, from human feedback (RLHF), in one file.
+r"""Proximal Policy Optimization (PPO) for language models, from human feedback (RLHF), in one file.
 
     python ppo_rlhf.py
-    python ppo_rlhf.py --model <folder> --reward-model <folder> --prompts prompts.jsonl --learning-rate 1e-6
-    torchrun --nproc-per-node 4 ppo_rlhf.py --model <folder> --reward-function my_module:reward ...
+    python ppo_rlhf.py --model Qwen/Qwen2.5-0.5B-Instruct --prompts prompts.jsonl --reward-model <folder> \
+        --device cuda --bfloat16
+    torchrun --nproc-per-node 4 ppo_rlhf.py ...
 
-Without --model, it builds a small task: a transformer learns to write reviews, a reward model
-learns from the choices of a simulated human, and PPO trains the first with the scores of the second. The
-best policy over all likely responses is known, and the run ends by saying how close it came. With --model, it
-trains a model of the transformers library (to be installed) on your prompts: lines of JSON such as
-{"prompt": "..."}. A reward function takes two lists of texts, prompts and responses, and returns as many
-scores.
+Without --model, it goes through all of RLHF: a small transformer learns to write reviews, a reward model
+learns from the choices of a simulated human, and PPO trains the first with the scores of the second. With
+--model, it trains a model of the transformers library (to be installed; PRETRAINED has its defaults) on the
+prompts of a file, one line of JSON each, such as {"prompt": "2 + 3 =", "answer": "5"}. A prompt is a text, or
+a list of chat messages. Responses and rewards are written to completions.jsonl in the run's folder. Rewards
+come from --reward-model, or from a function that takes B such lines as dicts and the texts of B responses,
+and returns B numbers:
+
+    def reward(rows, responses):
+        return [float(row["answer"] in response) for row, response in zip(rows, responses)]
 
   [PPO]     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   [GAE]     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
             Estimation", arXiv:1506.02438
   [Ziegler] Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", arXiv:1909.08593
-  [Summary] Stiennon et al. 2020, "Learning to Summarize from Human Feedback", arXiv:2009.01325
   [RLHF]    Ouyang et al. 2022, "Training Language Models to Follow Instructions with Human Feedback",
             arXiv:2203.02155
-  [DPO]     Rafailov et al. 2023, "Direct Preference Optimization: Your Language Model is Secretly a Reward
-            Model", arXiv:2305.18290
-  [N+]      Huang et al. 2024, "The N+ Implementation Details of RLHF with PPO", arXiv:2403.17031
+  [KL]      Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html
 
-This file has two halves. The first is PPO, in the order of the paper; it ends with `train`, the paper's
-Algorithm 1. The second, which can be skipped, is what training needs around it.
-
-Four networks take part: the actor, which is trained; the critic, which estimates how well a response will
-turn out; the reference, a frozen copy of the actor as it was at first; and the reward model, also frozen.
-
-Shapes: B responses in a batch, P tokens of the longest prompt, L = --max-response-length, S = P + L, V tokens
-in the vocabulary. Prompts are padded on the left, responses on the right. Masks come from lengths, not from
-the padding token, which may well be the stop token.
+Shapes: B responses in a batch; P tokens of the longest prompt, L of the longest response, S = P + L; V tokens
+in the vocabulary. Prompts are padded on the left, responses on the right. Masks come from lengths, so any
+token can serve as padding.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import math
 import os
 import pkgutil
 import random
 import re
-import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.utils import clip_grad_norm_, rnn
 from torch.optim import Adam
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 
 
 @dataclass
-class Experiment:  # the comments are the texts of --help
+class Args:  # the comments are the texts of --help
+    exp_name: str = Path(__file__).stem  # part of the run folder's name
     seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
-    plan: bool = False  # only print what the run would do, and which advice it may give
-    resume: str | None = None  # resume from this checkpoint, replacing it; other flags override its settings
-    checkpoint_seconds: float = 600.0  # time between checkpoints; there is one at the start and the end, too
+    resume: str | None = None  # resume from this checkpoint; other flags override its settings
+    eval_every: int = 10  # iterations between evaluations, and between checkpoints
+    track: bool = False  # mirror TensorBoard to Weights & Biases (needs wandb)
 
-
-@dataclass
-class Task:
-    model: str | None = None  # the actor: a folder or name for transformers; None is for the built-in task
-    reward_model: str | None = None  # folder or name of a model that scores a sequence of the same tokens
-    reward_function: str | None = None  # or a function of texts, as `module:function`
+    # Task
+    model: str | None = None  # folder or name of a transformers model; None is for the built-in reviews
     prompts: str | None = None  # file with a line of JSON for each prompt
-    max_response_length: int = 8  # L: longer responses are cut off, and have no stop token
+    eval_prompts: str | None = None  # the same for held-out prompts
+    reward_model: str | None = None  # folder or name of a model that scores a sequence of the same tokens
+    reward_function: tuple[str, ...] = ()  # functions of rows and responses, as module:function; summed
+    reward_model_updates: int = 0  # reviews: iterations between updates of the reward model; 0: none
+    max_response_length: int = 8  # longer responses are cut off, and have no stop token
     missing_eos_penalty: float = 2.0  # subtracted from the score of a response without a stop token
     temperature: float = 1.0  # divides the logits in sampling, and in every log-probability
-    reward_model_updates: int = 0  # reviews: iterations between updates of the reward model; 0: none
+    eval_temperature: float = 1.0  # divides the logits in evaluation; 0 is greedy
 
-
-@dataclass
-class Algorithm:
+    # PPO
     total_episodes: float = 61_440  # total number of responses, for example 1e5
     batch_size: int = 256  # B: prompts per iteration, over all processes; each gets one response
     update_epochs: int = 2  # K: passes over each batch
     num_minibatches: int = 4  # minibatches per epoch, one gradient step each
-    micro_batch_size: int = 64  # responses per forward pass in learning, and per call of a reward function
-    learning_rate: float = 1e-3  # Adam's step size, decayed linearly to 0; for real models, 1e-6 to 1e-5
+    learning_rate: float = 1e-3  # Adam's step size, decayed linearly to 0
     kl_coef: float = 0.1  # β: weight of the KL divergence from the reference in the reward
     kl_target: float | None = None  # adapt β to keep this divergence, in nats per response
     gae_lambda: float = 1.0  # λ: trades bias (0) against variance (1) of the advantages; papers have 0.95
-    whiten_rewards: bool = False  # scale rewards around their mean to deviation 1 ([N+]); biases the length
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
     clip_vloss: bool = False  # also clip the change of the value to ±ε
-    vf_coef: float = 0.5  # weight of the value loss; Adam undoes it unless --share-critic is set
-    share_critic: bool = False  # let the critic be a second output of the actor
+    vf_coef: float = 0.5  # c₁: weight of the value loss; Adam undoes it, as the critic is a separate network
+    ent_coef: float = 0.0  # c₂: weight of the entropy bonus; the KL keeps the policy from collapsing, too
     max_grad_norm: float = 1.0  # clip the actor's gradient to this norm, and the critic's
 
-
-@dataclass
-class Performance:
-    device: str = "cpu"  # where the networks live: cpu, cuda or mps; the on-the-spot task is for the CPU
+    # Speed and memory
+    device: str = "cpu"  # cpu, cuda or mps; small networks are fastest on the CPU
+    micro_batch_size: int = 64  # responses per forward pass in learning: their logits are [64, L, V]
+    generation_batch_size: int = 256  # responses that are generated at once
     bfloat16: bool = False  # compute in bfloat16; log-probabilities and trained weights stay in float32
     gradient_checkpointing: bool = False  # save memory by computing activations twice
     lora_rank: int = 0  # train adapters of this rank on frozen weights (needs peft); 0 trains all weights
 
 
-@dataclass
-class Args(Performance, Algorithm, Task, Experiment):
-    """All settings. The four groups are those of --help."""
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(value, np.generic):
-                setattr(self, name, value.item())  # checkpoints with NumPy's numbers cannot be loaded
-
+# The defaults with --model
+PRETRAINED = Args(
+    max_response_length=512, missing_eos_penalty=0.0, eval_temperature=0.0, learning_rate=1e-6,
+    micro_batch_size=4,
+)  # fmt: skip
+RANK = int(os.environ.get("RANK", 0))  # of this process, and the number of all, as torchrun sets them
+PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
+SHOWN = "objective/scores", "objective/kl"  # metrics to print, besides evaluations
 
 # ------------------------------------------------- Networks -------------------------------------------------
-
-
-class Output(NamedTuple):
-    """What a model returns, by the names of transformers."""
-
-    past_key_values: Any  # keys and values of all tokens so far, to be passed to the next call
-    last_hidden_state: Any = None  # [B, T, W]
-    logits: Any = None  # [B, T, V]
 
 
 class Block(nn.Module):
@@ -149,10 +130,7 @@ class Block(nn.Module):
         self.hidden, self.output = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor, visible: Tensor, past: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """x [B, T, W] after this layer, and the keys and values of all S tokens, with those of the past.
-
-        `visible` [B, 1, T, S] says to which tokens each of the T attends.
-        """
+        """x [B, T, W] after this layer, and all S keys and values; visible [B, 1, T, S] is the mask."""
         qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
         query, keys, values = qkv.permute(2, 0, 3, 1, 4)
         if past is not None:
@@ -162,53 +140,33 @@ class Block(nn.Module):
         return x + self.output(F.gelu(self.hidden(self.norm2(x)), approximate="tanh")), (keys, values)
 
 
-class Trunk(nn.Module):
-    """GPT-2 (Radford et al. 2019) without its last layer; it is called as models of transformers are."""
+class GPT(nn.Module):
+    """GPT-2 (Radford et al. 2019), to be called as models of transformers are."""
 
-    def __init__(self, vocabulary: int, width: int, layers: int, heads: int, context: int):
+    def __init__(self, vocabulary: int, width: int = 64, layers: int = 2, heads: int = 4, context: int = 32):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past_key_values: Any,
-        use_cache: bool,
-    ) -> Output:  # fmt: skip
-        """Hidden states [B, T, W] of input_ids [B, T], the last T of S tokens; attention_mask is [B, S]."""
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep=0):
+        """Outputs for input_ids [B, T], the last T of S tokens; attention_mask is [B, S].
+
+        They are hidden states [B, T, W], and logits [B, `logits_to_keep`, V] at the last tokens (0: at all).
+        """
         new, total = input_ids.shape[1], attention_mask.shape[1]
         causal = torch.ones(new, total, dtype=torch.bool, device=input_ids.device).tril(total - new)
+        visible = attention_mask[:, None, None, :] & causal
         hidden, cache = self.tokens(input_ids) + self.positions(position_ids), []
         for i, block in enumerate(self.blocks):
             past = past_key_values[i] if past_key_values else None
-            hidden, keys_values = block(hidden, attention_mask[:, None, None, :] & causal, past)
+            hidden, keys_values = block(hidden, visible, past)
             cache.append(keys_values)
-        return Output(cache if use_cache else None, last_hidden_state=self.norm(hidden))
-
-
-class GPT(nn.Module):
-    """A language model: a trunk, whose token embeddings also make the logits."""
-
-    def __init__(self, vocabulary: int, width: int = 64, layers: int = 2, heads: int = 4, context: int = 32):
-        super().__init__()
-        self.base_model, self.context = Trunk(vocabulary, width, layers, heads, context), context
-
-    def forward(self, *, logits_to_keep: int, **inputs: Any) -> Output:
-        """Logits [B, T, V] at the last T = `logits_to_keep` of the trunk's inputs."""
-        output = self.base_model(**inputs)
-        hidden = output.last_hidden_state[:, -logits_to_keep:]
-        return Output(output.past_key_values, logits=hidden @ self.base_model.tokens.weight.T)
-
-
-class Responses(NamedTuple):
-    """B prompts with responses."""
-
-    tokens: Tensor  # [B, S]
-    attention: Tensor  # [B, S], true at tokens that are not padding
-    mask: Tensor  # [B, L], true at the responses' tokens, which include the stop token
+        hidden = self.norm(hidden)
+        logits = hidden[:, -logits_to_keep:] @ self.tokens.weight.T
+        return SimpleNamespace(last_hidden_state=hidden, logits=logits, past_key_values=cache)
 
 
 class ScalarModel(nn.Module):
@@ -220,34 +178,52 @@ class ScalarModel(nn.Module):
 
     def forward(self, batch: Responses | Batch) -> Tensor:
         """Outputs [B, L + 1]: before each token of the response, and after the last."""
-        output = self.trunk(**model_inputs(batch.tokens, batch.attention))
-        hidden = at_least_float32(output.last_hidden_state[:, -batch.mask.shape[1] - 1 :])
+        tokens = torch.cat([batch.prompts, batch.responses], 1)
+        attention = torch.cat([batch.prompt_mask, batch.mask], 1)
+        output = self.trunk(**model_inputs(tokens, attention))
+        hidden = output.last_hidden_state[:, -batch.mask.shape[1] - 1 :].float()
         with torch.autocast(hidden.device.type, enabled=False):  # or 16.06 would be 16, as in bfloat16
             return self.head(hidden).squeeze(-1)
 
 
 class Models(nn.Module):
-    """The four networks, and what belongs to them."""
+    """The actor and the critic; frozen, the reference (the actor as it was at first) and a reward model."""
 
-    def __init__(self, actor: nn.Module, critic: nn.Module, reference: nn.Module, reward_model: Any):
+    def __init__(self, actor: Any, critic: Any, reference: Any, reward_model: Any):
         super().__init__()
         self.actor, self.critic, self.reference, self.reward_model = actor, critic, reference, reward_model
-        self.reward_function: Any = None  # of texts, instead of a reward model
-        self.tokenizer: Any = None
-        self.stop_tokens: Any = None  # [K], each of which ends a response
-        self.prompts: Any = None  # all prompts [N, P], and their masks [N, P]
-        self.prompt_texts: dict[tuple[int, ...], str] = {}  # as in the file, by their tokens
-        self.comparisons: list[tuple[Tensor, ...]] = []  # see `learn_from_comparisons`
 
 
-def at_least_float32(x: Tensor) -> Tensor:
-    """x as float32, if it has less precision: numbers from -4 to -8 in bfloat16 are 1/32 apart."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+class Task(NamedTuple):
+    """What the actor is to learn."""
+
+    tokenizer: Any
+    stop_tokens: list[int]  # each of them ends a response
+    prompts: list[dict]  # rows: a "prompt", and what else the reward functions need
+    eval_prompts: list[dict]  # held out
+    reward_functions: dict[str, Callable]  # by name; of B rows and the texts of B responses
+    comparisons: list[tuple[dict, str, str]]  # of reviews: row, chosen and rejected response
 
 
-def model_inputs(
-    tokens: Tensor, attention: Tensor, past: Any = None, use_cache: bool = False
-) -> dict[str, Any]:
+class Responses(NamedTuple):
+    """B prompts with responses."""
+
+    prompts: Tensor  # [B, P]
+    prompt_mask: Tensor  # [B, P], true at tokens that are not padding
+    responses: Tensor  # [B, L]
+    mask: Tensor  # [B, L], true at the responses' tokens, which include the stop token
+
+
+def take(batch: Any, rows: Tensor) -> Any:
+    """These rows of a batch, without columns that are padding in all of them."""
+    part = type(batch)(*(column[rows] for column in batch))
+    prompt_length, length = part.prompt_mask.sum(1).max(), part.mask.sum(1).max()
+    prompts = [column[:, -prompt_length:] for column in part[:2]]
+    others = [column[:, :length] if column.dim() == 2 else column for column in part[2:]]
+    return type(batch)(*prompts, *others)
+
+
+def model_inputs(tokens: Tensor, attention: Tensor, past: Any = None, use_cache: bool = False) -> dict:
     """Arguments for a model: tokens [B, T], the last T of S, and a mask [B, S] of what is not padding.
 
     Positions count tokens and not padding, so a prompt has the same ones in every batch. `past` are the keys
@@ -259,63 +235,78 @@ def model_inputs(
 
 
 @torch.no_grad()
-def generate(models: Models, prompts: Tensor, attention: Tensor, args: Args) -> tuple[Responses, Tensor]:
-    """Sample a response to each of the prompts [B, P], whose mask is `attention` [B, P].
+def generate(actor: nn.Module, task: Task, rows: list[dict], args: Args) -> tuple[Responses, Tensor]:
+    """A response to the prompt of each of B rows, and log π [B, L] as sampled; temperature 0 is greedy.
 
-    Each ends with a stop token or after --max-response-length tokens. Also returns log π [B, L] as sampled.
-    To use an inference server, replace this function.
+    Each ends with a stop token or after --max-response-length tokens. To use an inference server, replace
+    this function, and send the actor's weights to the server before each call.
     """
-    (size, start), length = prompts.shape, args.max_response_length
-    tokens = F.pad(prompts, (0, length), value=int(models.stop_tokens[0]))
-    attention = F.pad(attention, (0, length), value=False)
-    log_probs = torch.zeros(size, length, device=tokens.device)
-    active = torch.ones(size, dtype=torch.bool, device=tokens.device)
-    new, past = prompts, None
-    for t in range(start, start + length):
-        inputs = model_inputs(new, attention[:, :t], past, use_cache=True)
-        output = models.actor(**inputs, logits_to_keep=1)
-        log_policy = torch.log_softmax(at_least_float32(output.logits[:, -1]) / args.temperature, -1)
-        new, past = torch.multinomial(log_policy.exp(), 1), output.past_key_values
-        log_probs[:, t - start] = log_policy.gather(1, new).squeeze(1)
-        tokens[active, t] = new[active, 0]
-        attention[:, t] = active
-        active = active & ~torch.isin(new[:, 0], models.stop_tokens)
-        if not active.any():
-            break
-    return Responses(tokens, attention, attention[:, start:]), log_probs
+    prompts, prompt_mask = pad([encode(task.tokenizer, row["prompt"]) for row in rows], "left", args.device)
+    stop_tokens = torch.tensor(task.stop_tokens, device=args.device)
+    shape = len(rows), args.max_response_length
+    responses, mask = prompts.new_zeros(shape), prompt_mask.new_zeros(shape)
+    log_probs = torch.zeros(shape, device=args.device)
+    with autocast(args):
+        for part in torch.arange(len(rows), device=args.device).split(args.generation_batch_size):
+            new, attention, past = prompts[part], prompt_mask[part], None
+            active = torch.ones_like(part, dtype=torch.bool)  # no stop token so far
+            for t in range(args.max_response_length):
+                output = actor(**model_inputs(new, attention, past, use_cache=True), logits_to_keep=1)
+                past = output.past_key_values
+                log_policy = torch.log_softmax(output.logits[:, -1].float() / (args.temperature or 1), 1)
+                greedy = log_policy.argmax(1, keepdim=True)
+                new = torch.multinomial(log_policy.exp(), 1) if args.temperature > 0 else greedy
+                responses[part, t], mask[part, t] = new.squeeze(1), active
+                log_probs[part, t] = log_policy.gather(1, new).squeeze(1)
+                attention = torch.cat([attention, active.unsqueeze(1)], 1)
+                active = active & ~torch.isin(new.squeeze(1), stop_tokens)
+                if not active.any():
+                    break
+    length = mask.sum(1).max()
+    return Responses(prompts, prompt_mask, responses[:, :length], mask[:, :length]), log_probs[:, :length]
 
 
-def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> Tensor:
-    """log π [B, L] of the responses' tokens.
+def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> tuple[Tensor, Tensor]:
+    """log π [B, L] of the responses' tokens, and the logits [B, L, V].
 
-    Logits are divided by the temperature, because the policy that acted is the one with this temperature.
+    Logits are divided by the temperature, because the policy that acts is the one with this temperature.
     """
+    tokens = torch.cat([batch.prompts, batch.responses], 1)
+    attention = torch.cat([batch.prompt_mask, batch.mask], 1)
     length = batch.mask.shape[1]
-    output = model(**model_inputs(batch.tokens, batch.attention), logits_to_keep=length + 1)
-    logits = at_least_float32(output.logits[:, -length - 1 : -1])  # those at a token are for the next one
-    log_policy = torch.log_softmax(logits / temperature, -1)
-    return log_policy.gather(2, batch.tokens[:, -length:, None]).squeeze(2)
+    output = model(**model_inputs(tokens, attention), logits_to_keep=length + 1)
+    logits = output.logits[:, -length - 1 : -1]  # those at a token are for the next one
+    logits = logits.float() / temperature  # in bfloat16, numbers from -4 to -8 would be 1/32 apart
+    return logits.gather(2, batch.responses.unsqueeze(2)).squeeze(2) - logits.logsumexp(2), logits
 
 
-def last_outputs(reward_model: nn.Module, batch: Responses) -> Tensor:
-    """The reward model's outputs [B] at the responses' last tokens."""
-    return reward_model(batch).gather(1, batch.mask.sum(1, keepdim=True)).squeeze(1)
+@torch.no_grad()
+def in_parts(function: Callable[[Responses], Tensor], batch: Responses, args: Args) -> Tensor:
+    """The outputs [B, L] or [B, L + 1] of a function, as [B, L + 1]; --micro-batch-size rows at a time."""
+    outputs = torch.zeros(len(batch.mask), batch.mask.shape[1] + 1, device=args.device)
+    for rows in batch.mask.sum(1).argsort().split(args.micro_batch_size):  # those of similar length together
+        with autocast(args):
+            part_outputs = function(take(batch, rows))
+        outputs[rows, : part_outputs.shape[1]] = part_outputs
+    return outputs
 
 
-def ends_with_stop(batch: Responses, stop_tokens: Tensor) -> Tensor:
-    """Whether the responses end with a stop token [B], or were cut off."""
-    return (torch.isin(batch.tokens[:, -batch.mask.shape[1] :], stop_tokens) & batch.mask).any(1)
+def all_log_probs(model: nn.Module, batch: Responses, args: Args) -> Tensor:
+    """log π [B, L] of the responses' tokens, without gradients."""
+    return in_parts(lambda part: token_log_probs(model, part, args.temperature)[0], batch, args)[:, :-1]
 
 
-def score(models: Models, batch: Responses, args: Args) -> Tensor:
-    """Scores [B] by the reward model or the reward function, less the penalty for a missing stop token."""
-    if models.reward_function:
-        prompts, responses = texts(models, batch)
-        with autocast(replace(args, bfloat16=False)):
-            scores = call_reward_function(models.reward_function, prompts, responses).to(args.device)
-    else:
-        scores = last_outputs(models.reward_model, batch)
-    return scores - args.missing_eos_penalty * ~ends_with_stop(batch, models.stop_tokens)
+def score(models: Models, task: Task, rows: list[dict], batch: Responses, args: Args) -> dict[str, Tensor]:
+    """Rewards [B] by the reward model and by each reward function, and for missing stop tokens."""
+    stops = torch.isin(batch.responses, torch.tensor(task.stop_tokens, device=args.device)) & batch.mask
+    rewards = {"missing_eos": torch.where(stops.any(1), 0.0, -args.missing_eos_penalty)}
+    if models.reward_model is not None:
+        outputs = in_parts(models.reward_model, batch, args)
+        rewards["reward_model"] = outputs.gather(1, batch.mask.sum(1, keepdim=True)).squeeze(1)
+    texts = decode(task.tokenizer, batch)
+    for name, function in task.reward_functions.items():
+        rewards[name] = torch.as_tensor(function(rows, texts), dtype=torch.float32, device=args.device)
+    return rewards
 
 
 # ------------------------------------------------- Equations ------------------------------------------------
@@ -327,11 +318,15 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return total / count
 
 
-def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """x [B, L] with standard deviation 1 and, unless `shift_mean` is False, mean 0; 0 outside the mask."""
-    mean = masked_mean(x, mask)
-    whitened = (x - mean) * torch.rsqrt(masked_mean((x - mean).square(), mask) + 1e-8)
-    return (whitened if shift_mean else whitened + mean) * mask
+def mean(x: Tensor) -> float:
+    """Mean of x over all processes."""
+    return masked_mean(x, torch.ones_like(x, dtype=torch.float32)).item()
+
+
+def whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """x [B, L] with mean 0 and standard deviation 1 over the mask, and 0 outside it."""
+    centered = x - masked_mean(x, mask)
+    return centered * torch.rsqrt(masked_mean(centered.square(), mask) + 1e-8) * mask
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
@@ -340,9 +335,9 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
         r_t = -β kl_t, plus the score at the last token
 
     PPO then maximises J = E[score] - β KL(π ‖ π_ref), as the expectation of Σ_t kl_t is the KL divergence.
-    This holds for this estimator, k1 of Schulman 2020, "Approximating KL Divergence", and only in the reward.
-    With k3 instead, which is never negative, the gradient is not J's, and training ends elsewhere. In the
-    loss, any estimator per token ignores the token's effect on the KL of later ones.
+    This holds for this estimator, k1 of [KL], and only in the reward. With k3 instead, which is never
+    negative, the gradient is not J's, and training ends elsewhere. In the loss, any estimator per token
+    ignores the token's effect on the KL of later ones.
     """
     rewards = -kl_coef * kl * mask
     return rewards.scatter_add(1, mask.sum(1, keepdim=True) - 1, scores.unsqueeze(1))
@@ -369,271 +364,195 @@ def compute_gae(rewards: Tensor, values: Tensor, mask: Tensor, gae_lambda: float
 class Batch(NamedTuple):
     """B responses to learn from."""
 
-    tokens: Tensor  # [B, S]
-    attention: Tensor  # [B, S]
+    prompts: Tensor  # [B, P]
+    prompt_mask: Tensor  # [B, P]
+    responses: Tensor  # [B, L]
     mask: Tensor  # [B, L]
     log_probs: Tensor  # [B, L], log π_old
     values: Tensor  # [B, L], V_old
     advantages: Tensor  # [B, L]
     returns: Tensor  # [B, L]
-    scores: Tensor  # [B], to be shown
 
 
-LOSSES = "loss/policy_avg", "loss/value_avg"
-METRICS = *LOSSES, "policy/approxkl_avg", "policy/clipfrac_avg", "val/clipfrac_avg", "val/ratio"
+def ppo_loss(models: Models, batch: Batch, num_tokens: Tensor, args: Args) -> tuple[Tensor, dict]:
+    """The loss to minimise ([PPO], equation 9, negated), and metrics, as sums divided by `num_tokens`.
 
-
-def ppo_loss(models: Models, batch: Batch, args: Args) -> tuple[Tensor, Tensor]:
-    """The loss to minimise ([PPO], equation 9, negated), and METRICS [6], all as sums over tokens.
-
-    They are sums because a minibatch may be spread over several forward passes and processes. There is no
-    entropy bonus: the KL to the reference keeps the policy from collapsing.
+    That is the number of the whole minibatch's tokens: results of its parts and processes add up to means.
     """
-    log_probs = token_log_probs(models.actor, batch, args.temperature)
+    log_probs, logits = token_log_probs(models.actor, batch, args.temperature)
     log_ratio = (log_probs - batch.log_probs) * batch.mask
     ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s)
-    clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     # L^CLIP = E[min(r A, clip(r, 1 - ε, 1 + ε) A)] ([PPO], equation 7)
-    policy_losses = -torch.min(ratio * batch.advantages, clipped * batch.advantages)
+    unclipped_loss = -ratio * batch.advantages
+    clipped_loss = -ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef) * batch.advantages
+    policy_loss = torch.max(unclipped_loss, clipped_loss)
+
     values = models.critic(batch)[:, :-1]
-    value_losses = 0.5 * (values - batch.returns).square()
-    change = values - batch.values
+    value_loss = 0.5 * (values - batch.returns).square()
     if args.clip_vloss:  # the larger of the losses of the value and of the value clipped to V_old ± ε
-        clipped = batch.values + change.clamp(-args.clip_coef, args.clip_coef)
-        value_losses = torch.max(value_losses, 0.5 * (clipped - batch.returns).square())
-    loss = ((policy_losses + args.vf_coef * value_losses) * batch.mask).sum()
-    with torch.no_grad():
-        clips = (ratio - 1).abs() > args.clip_coef, change.abs() > args.clip_coef
-        metrics = policy_losses, value_losses, 0.5 * log_ratio.square(), *clips, ratio
-        return loss, torch.stack([(metric * batch.mask).sum() for metric in metrics])
+        clipped_values = batch.values + (values - batch.values).clamp(-args.clip_coef, args.clip_coef)
+        value_loss = torch.max(value_loss, 0.5 * (clipped_values - batch.returns).square())
+
+    loss = policy_loss + args.vf_coef * value_loss
+    if args.ent_coef > 0:  # the entropy takes as much memory as the logits
+        entropy = logits.logsumexp(2) - (logits.softmax(2) * logits).sum(2)
+        loss = loss - args.ent_coef * entropy
+    metrics = {
+        "loss/policy_avg": policy_loss,
+        "loss/value_avg": value_loss,
+        "policy/approxkl_avg": 0.5 * log_ratio.square(),
+        "policy/clipfrac_avg": clipped_loss > unclipped_loss,  # of tokens whose gradient is 0
+    }
+    means = {name: (x.detach() * batch.mask).sum() / num_tokens for name, x in metrics.items()}
+    return (loss * batch.mask).sum() / num_tokens, means
 
 
 # ------------------------------------------------- Algorithm ------------------------------------------------
 
 
-@dataclass
-class State:
-    """What changes during training besides the networks."""
-
-    learning_rate: float
-    kl_coef: float
-    episodes: int = 0  # responses so far
-    first: dict[str, float] = field(default_factory=dict)  # metrics of the first batch
-    last: dict[str, float] = field(default_factory=dict)  # and of the last one
-    best: dict[str, float] = field(default_factory=dict)  # metrics of the batch with the highest objective
-    streaks: dict[str, int] = field(default_factory=dict)  # iterations in a row that each advice applied
-
-
-def draw_prompts(models: Models, count: int) -> tuple[Tensor, Tensor]:
-    """Random prompts as tokens [count, P], and their masks [count, P], as wide as the longest of them."""
-    tokens, masks = models.prompts
-    rows = torch.randint(len(tokens), (count,)).to(tokens.device)
-    width = int(masks[rows].sum(1).max())
-    return tokens[rows, -width:], masks[rows, -width:]
-
-
-def split(batch: Any, size: int) -> list[Any]:
-    """A batch in parts of at most `size` responses."""
-    return [type(batch)(*columns) for columns in zip(*(column.split(size) for column in batch), strict=True)]
-
-
 @torch.no_grad()
-def collect(models: Models, args: Args, state: State) -> tuple[Batch, dict[str, float]]:
-    """Let the actor respond to B prompts, and estimate the advantages. Also returns metrics of the data."""
-    prompts, attention = draw_prompts(models, args.batch_size // world()[1])
-    responses, sampled_log_probs = generate(models, prompts, attention, args)
-    parts = []
-    for part in split(responses, args.micro_batch_size):
-        # log π is computed anew, in the same way as in the update: at first, the ratio is 1.
-        log_probs = token_log_probs(models.actor, part, args.temperature)
-        ref_log_probs = token_log_probs(models.reference, part, args.temperature)
-        scores, values = score(models, part, args), models.critic(part)[:, :-1]
-        parts.append((log_probs, ref_log_probs, values, scores))
-    log_probs, ref_log_probs, values, scores = map(torch.cat, zip(*parts, strict=True))
-
+def collect(models: Models, task: Task, kl_coef: float, args: Args) -> tuple[Batch, dict, dict]:
+    """Responses to B prompts with estimated advantages; also metrics, and what is to be written."""
+    rows = [task.prompts[i] for i in torch.randint(len(task.prompts), (args.batch_size // PROCESSES,))]
+    responses, sampled_log_probs = generate(models.actor, task, rows, args)
+    # log π is computed anew, in the same way as in the update: at first, the ratio is 1.
+    log_probs = all_log_probs(models.actor, responses, args)
+    ref_log_probs = all_log_probs(models.reference, responses, args)
+    values = in_parts(models.critic, responses, args)[:, :-1]
+    rewards = score(models, task, rows, responses, args)
+    scores = torch.stack(list(rewards.values())).sum(0)
     mask = responses.mask
     kl = (log_probs - ref_log_probs) * mask
-    rewards = token_rewards(scores, kl, mask, state.kl_coef)
-    if args.whiten_rewards:
-        rewards = whiten(rewards, mask, shift_mean=False)
-    advantages, returns = compute_gae(rewards, values, mask, args.gae_lambda)
-    batch = Batch(*responses, log_probs, values, whiten(advantages, mask), returns, scores)
+    advantages, returns = compute_gae(token_rewards(scores, kl, mask, kl_coef), values, mask, args.gae_lambda)
+    batch = Batch(*responses, log_probs, values, whiten(advantages, mask), returns)
 
-    mismatch = ((sampled_log_probs - log_probs) * mask).abs()
-    surprise = -(ref_log_probs * mask).sum(1) / mask.sum(1)  # in nats per token
-    limit = state.first.get("objective/surprise_limit", surprise.quantile(0.99).item())
-    stops = ends_with_stop(responses, models.stop_tokens)
-    per_response = {
-        "objective/kl": kl.sum(1),
-        "objective/entropy": -(log_probs * mask).sum(1),
+    means = {f"rewards/{name}": values for name, values in rewards.items()} | {
         "objective/scores": scores,
-        "objective/non_score_reward": -state.kl_coef * kl.sum(1),
-        "objective/rlhf_reward": scores - state.kl_coef * kl.sum(1),
-        "objective/surprise": surprise > limit,
+        "objective/kl": kl.sum(1),  # in nats per response
+        "objective/rlhf_reward": scores - kl_coef * kl.sum(1),
         "response/length": mask.sum(1),
-        "response/cut_off": ~stops,
     }
-    if not args.model:
-        per_response["eval/gold"] = tastes(models, responses)
-    one = torch.ones_like(scores)
-    metrics = {name: masked_mean(x, one).item() for name, x in per_response.items()}
     error, spread = (masked_mean((x - masked_mean(x, mask)).square(), mask) for x in (advantages, returns))
-    return batch, metrics | {
-        "objective/surprise_limit": limit,
-        "objective/kl_coef": state.kl_coef,
-        "objective/scores_std": masked_mean((scores - masked_mean(scores, one)).square(), one).sqrt().item(),
-        "policy/entropy_avg": -masked_mean(log_probs, mask).item(),  # whose expectation is the entropy
+    metrics = {name: mean(values) for name, values in means.items()} | {
+        "objective/kl_coef": kl_coef,
+        "policy/entropy_avg": -masked_mean(log_probs, mask).item(),  # an estimate, in nats per token
         "val/explained_variance": 1 - (error / (spread + 1e-8)).item(),
-        "val/sampling_mismatch": max_over_processes(mismatch.max()).item(),
-        "val/num_eos_tokens": sum_over_processes(stops.sum()).item(),
+        "val/sampling_mismatch": ((sampled_log_probs - log_probs) * mask).abs().max().item(),
     }
+    samples = {"response": decode(task.tokenizer, responses), "row": rows}
+    return batch, metrics, samples | {name: values.tolist() for name, values in rewards.items()}
 
 
-def update(models: Models, optimizer: Adam, batch: Batch, args: Args, state: State) -> dict[str, float]:
+def update(models: Models, optimizer: Adam, batch: Batch, args: Args) -> dict[str, float]:
     """Learn from a batch: K epochs of gradient steps on shuffled minibatches. Returns the mean metrics.
 
-    A minibatch's gradient is summed over parts of --micro-batch-size responses and over processes, and then
-    divided by the number of tokens in all of them: the number of parts or processes does not matter.
+    A minibatch's gradient is summed over micro-batches and processes: their number does not matter.
     """
-    metrics, norms = [], []  # of gradient steps, still as tensors: reading them would wait for the GPU
+    sums: dict[str, Tensor] = {}  # of metrics, still as tensors: reading them would wait for the GPU
+    norms = []
     for _ in range(args.update_epochs):
-        order = torch.randperm(len(batch.tokens)).to(args.device)
-        shuffled = Batch(*(column[order] for column in batch))
-        for minibatch in split(shuffled, len(order) // args.num_minibatches):
-            num_tokens = sum_over_processes(minibatch.mask.sum())
-            sums = torch.zeros(len(METRICS), device=args.device)
+        order = torch.randperm(len(batch.mask)).to(args.device)
+        for rows in order.split(len(order) // args.num_minibatches):
+            lengths = batch.mask[rows].sum(1)
+            num_tokens = sum_over_processes(lengths.sum())
             optimizer.zero_grad()
-            for part in split(minibatch, args.micro_batch_size):
+            for part_rows in rows[lengths.argsort()].split(args.micro_batch_size):
                 with autocast(args):
-                    loss, part_sums = ppo_loss(models, part, args)
-                (loss / num_tokens).backward()
-                sums += part_sums
-            for group in optimizer.param_groups:  # the actor's parameters, and the critic's
-                group["lr"] = state.learning_rate
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        sum_over_processes(parameter.grad)
-                norms.append(nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm))
+                    loss, metrics = ppo_loss(models, take(batch, part_rows), num_tokens, args)
+                loss.backward()
+                for name, value in metrics.items():
+                    sums[name] = sums.get(name, 0) + value
+            for model in (models.actor, models.critic):
+                for gradient in [p.grad for p in model.parameters() if p.grad is not None]:
+                    sum_over_processes(gradient)
+                norms.append(clip_grad_norm_(model.parameters(), args.max_grad_norm, error_if_nonfinite=True))
             optimizer.step()
-            metrics.append(sum_over_processes(sums) / num_tokens)
-    means = torch.stack(metrics).mean(0).tolist()
-    first_approxkl = metrics[0][METRICS.index("policy/approxkl_avg")].item()  # before any step: 0
-    more = {"val/first_approxkl": first_approxkl, "grad_norm": torch.stack(norms).mean().item()}
-    return dict(zip(METRICS, means, strict=True)) | more | {"lr": state.learning_rate}
+    steps = args.update_epochs * args.num_minibatches
+    means = {name: sum_over_processes(total).item() / steps for name, total in sums.items()}
+    return means | {"grad_norm": torch.stack(norms).mean().item()}
 
 
-def adjust_coefficients(state: State, args: Args) -> None:
-    """Set the next iteration's coefficients, by their schedules and the last iteration's metrics, if any."""
-    state.learning_rate = args.learning_rate * (1 - state.episodes / args.total_episodes)
-    if not args.kl_target:
-        state.kl_coef = args.kl_coef
-    elif state.last:  # [Ziegler], §2.2
-        error = min(max(state.last["objective/kl"] / args.kl_target - 1, -0.2), 0.2)
-        state.kl_coef *= 1 + 0.1 * error
-
-
-def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
-    """PPO ([PPO], Algorithm 1) from human feedback. Once `stop` has an element, it saves and returns.
-
-    Returns "checkpoint" (its path) and, on the built-in task, the result of `compare_with_optimum`.
-    Raises `Refused` and `Diverged`.
-    """
+def train(args: Args) -> Path:
+    """PPO ([PPO], Algorithm 1) from human feedback. Returns the checkpoint's path."""
     check_args(args)
-    rank, processes = world()
-    if not args.model:
-        torch.set_num_threads(1)  # for small networks, one is fastest
-    if rank == 0:
-        say(plan(args))
+    path = make_folder(args)
     torch.manual_seed(args.seed)
-    models = load_models(args)
-    # ε is 1e-5, as in the first implementations. They used TensorFlow's Adam, which adds it before correcting
-    # the bias of the second moment, as if ε were larger in the first steps ([N+]).
-    optimizer = Adam(trained_parameters(models), args.learning_rate, eps=1e-5, fused=True)
-    state = State(args.learning_rate, args.kl_coef)
-    if args.resume:
-        restore(args, models, optimizer, state)
-    if processes > 1:
-        connect(args, models, state)
-
-    with Run(args, models, optimizer, state) if rank == 0 else nullcontext() as run:  # the first one writes
-        while state.episodes < args.total_episodes and not any_process(stop, args):
-            adjust_coefficients(state, args)
-            if args.reward_model_updates:
-                update_reward_model(models, args, state)
-            with autocast(args):
-                batch, metrics = collect(models, args, state)
-            metrics |= update(models, optimizer, batch, args, state)
-            state.first, state.last = state.first or metrics, metrics
-            state.episodes += args.batch_size
-            if run:
-                run.log(batch, metrics)
-        if processes > 1:
-            dist.destroy_process_group()
-        return run.finish(state.episodes < args.total_episodes) if run else {}
+    models, task = load_pretrained(args) if args.model else make_reviews(args)
+    connect(models, args)
+    optimizer = Adam([p for p in models.parameters() if p.requires_grad], fused=True)
+    episodes, kl_coef, comparisons = resume(args, models, optimizer) if args.resume else (0, args.kl_coef, [])
+    task.comparisons.extend(comparisons)
+    writer = start_log(path, args, episodes)
+    try:
+        while episodes < args.total_episodes:
+            torch.manual_seed(10**9 * args.seed + episodes)  # a resumed run draws the same numbers
+            iteration, metrics = episodes // args.batch_size, {}
+            if iteration % args.eval_every == 0:
+                metrics = evaluate(models, task, args)
+                save(path, args, models, optimizer, episodes, kl_coef, task.comparisons)
+            if args.reward_model_updates and iteration > 0 and iteration % args.reward_model_updates == 0:
+                learn_from_comparisons(models, task, args)  # iterated RLHF ([RLHF], §3.1)
+            torch.manual_seed(10**9 * args.seed + episodes + RANK)
+            batch, batch_metrics, samples = collect(models, task, kl_coef, args)
+            learning_rate = args.learning_rate * (1 - episodes / args.total_episodes)
+            optimizer.param_groups[0]["lr"] = learning_rate
+            metrics |= batch_metrics | update(models, optimizer, batch, args) | {"lr": learning_rate}
+            log(writer, episodes, metrics, samples)
+            episodes += args.batch_size
+            if args.kl_target:  # [Ziegler], §2.2
+                error = metrics["objective/kl"] / args.kl_target - 1
+                kl_coef *= 1 + 0.1 * min(max(error, -0.2), 0.2)
+        log(writer, episodes, evaluate(models, task, args), {})
+    except KeyboardInterrupt:
+        print(f"stopped; resume with --resume {path}", flush=True)
+    save(path, args, models, optimizer, episodes, kl_coef, task.comparisons)
+    if args.model and RANK == 0:
+        models.actor.save_pretrained(path.parent / "model")
+        task.tokenizer.save_pretrained(path.parent / "model")
+    return path
 
 
 # ========================== End of PPO. What follows is what training needs around it ======================
 
 
-class Refused(Exception):  # noqa: N818
-    """The request cannot be right. On the command line: one line, exit status 2."""
+def pad(rows: list[list[int]], side: str, device: str) -> tuple[Tensor, Tensor]:
+    """Lists of tokens as tokens [B, S], and a mask [B, S] of what is not padding."""
+    tokens = [torch.tensor(row, device=device) for row in rows]
+    masks = [torch.ones_like(row, dtype=torch.bool) for row in tokens]
+    return rnn.pad_sequence(tokens, True, 0, side), rnn.pad_sequence(masks, True, 0, side)
 
 
-class Diverged(Exception):  # noqa: N818
-    """Networks, loss or gradient are no longer finite. On the command line: what to do, and exit status 1."""
+def encode(tokenizer: Any, prompt: str | list[dict]) -> list[int]:
+    """The tokens of a prompt: a text, or a list of chat messages."""
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
 
 
-def refuse(wrong: object, reason: str) -> None:
-    """Raise `Refused` with the reason if something is wrong with the request."""
-    if wrong:
-        raise Refused(reason)
+def decode(tokenizer: Any, batch: Responses) -> list[str]:
+    """The texts of B responses, without special tokens."""
+    pairs = zip(batch.responses.cpu(), batch.mask.cpu(), strict=True)
+    return [tokenizer.decode(tokens[mask].tolist(), skip_special_tokens=True) for tokens, mask in pairs]
 
 
-@contextmanager
-def refuse_errors(reason: str, *kinds: type[Exception], about: str = "") -> Iterator[None]:
-    """Raise `Refused` instead of exceptions of these kinds whose text matches the pattern `about`."""
-    try:
-        yield
-    except kinds as error:
-        if not re.search(about, str(error)):
-            raise
-        raise Refused(f"{reason}: {' '.join(str(error).split())[:300] or repr(error)}") from error
+def tokenize(task: Task, rows: list[dict], texts: list[str], args: Args) -> Responses:
+    """The prompts of these rows, and responses that are given as texts."""
+    tokenizer, length = task.tokenizer, args.max_response_length
+    prompts = [encode(tokenizer, row["prompt"]) for row in rows]
+    responses = [[*tokenizer.encode(text), tokenizer.eos_token_id][:length] for text in texts]
+    return Responses(*pad(prompts, "left", args.device), *pad(responses, "right", args.device))
 
 
-# ------------------------------------------------- Processes -----------------------------------------------
-
-
-def world() -> tuple[int, int]:
-    """This process's rank, and the number of processes that train together, as torchrun has set them."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def connect(args: Args, models: Models, state: State) -> None:
-    """Connect the processes: all start with the same weights, and draw random numbers of their own."""
-    rank, processes = world()
-    dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
-    for tensor in models.state_dict().values():
-        dist.broadcast(tensor, 0)
-    torch.manual_seed((args.seed + state.episodes) * processes + rank)
-
-
-def sum_over_processes(x: Tensor) -> Tensor:
-    """The sum over all processes, in place."""
-    if dist.is_initialized():
-        dist.all_reduce(x)
-    return x
-
-
-def max_over_processes(x: Tensor) -> Tensor:
-    """The maximum over all processes, in place."""
-    if dist.is_initialized():
-        dist.all_reduce(x, dist.ReduceOp.MAX)
-    return x
-
-
-def any_process(stop: Sequence[int], args: Args) -> bool:
-    """Whether `stop` has an element in any of the processes."""
-    return bool(sum_over_processes(torch.tensor(len(stop), device=args.device)))
+def evaluate(models: Models, task: Task, args: Args) -> dict[str, float]:
+    """Mean rewards of a response to each held-out prompt; for reviews, also the human's taste."""
+    if not task.eval_prompts:
+        return {}
+    rows = task.eval_prompts[RANK::PROCESSES]
+    responses, _ = generate(models.actor, task, rows, replace(args, temperature=args.eval_temperature))
+    rewards = score(models, task, rows, responses, args)
+    if not args.model:
+        rewards["gold"] = tastes(rows, decode(task.tokenizer, responses))
+    return {f"eval/{name}": mean(values) for name, values in rewards.items()}
 
 
 def autocast(args: Args) -> torch.autocast:
@@ -641,62 +560,75 @@ def autocast(args: Args) -> torch.autocast:
     return torch.autocast(args.device.partition(":")[0], torch.bfloat16, enabled=args.bfloat16)
 
 
+def connect(models: Models, args: Args) -> None:
+    """Connect the processes that torchrun started. Each has a GPU, and all start with the same weights."""
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    models.to(args.device).eval()  # no dropout: with it, the first ratio would not be 1
+    if PROCESSES > 1:
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        for tensor in models.state_dict().values():
+            dist.broadcast(tensor, 0)
+
+
+def sum_over_processes(x: Tensor) -> Tensor:
+    """The sum over all processes, in place."""
+    if PROCESSES > 1:
+        dist.all_reduce(x)
+    return x
+
+
 # ------------------------------------------------- The built-in task ---------------------------------------
 
 PRODUCTS = {
-    "hotel": ("room", "staff", "food"),
-    "camera": ("lens", "screen", "battery"),
-    "film": ("plot", "cast", "music"),
-    "phone": ("screen", "sound", "battery"),
-}
+    "hotel": ("room", "staff", "food"), "camera": ("lens", "screen", "battery"),
+    "film": ("plot", "cast", "music"), "phone": ("screen", "sound", "battery"),
+}  # fmt: skip
 TONES, GOOD, BAD = ("praise", "pan", "weigh"), ("great", "lovely"), ("poor", "awful")
-ASPECTS = sorted({aspect for aspects in PRODUCTS.values() for aspect in aspects})
-OTHERS = ("<pad>", "<stop>", ":", "the", "very", "and", "but", "please")
-WORDS = [*OTHERS, *TONES, *PRODUCTS, *ASPECTS, *GOOD, *BAD]
-REQUESTS = [f"{tone} the {product} :" for tone in TONES for product in PRODUCTS]
-PROMPTS = [*REQUESTS, *(f"please {request}" for request in REQUESTS)]
-SUPERVISED_STEPS, COMPARISONS = 600, 6000
+WORDS = ["<pad>", "<stop>", ":", "the", "very", "and", "but", "please"]
+WORDS += [*TONES, *PRODUCTS, *sorted({word for words in PRODUCTS.values() for word in words}), *GOOD, *BAD]
 
 
 class WordTokenizer:
     """A token for each word, with the interface of transformers' tokenizers."""
 
-    pad_token_id, eos_token_id = 0, 1
+    eos_token_id = 1
 
-    def __init__(self, words: Sequence[str]):
-        self.words = list(words)
+    def __init__(self, words: list[str]):
+        self.words = words
 
     def encode(self, text: str) -> list[int]:
         return [self.words.index(word) for word in text.split()]
 
-    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
         return " ".join(self.words[i] for i in tokens if not (skip_special_tokens and i == self.eos_token_id))
 
 
-def pad(rows: Sequence[list[int]], side: str, token: int, device: str) -> tuple[Tensor, Tensor]:
-    """Lists of tokens as tokens [B, S], and a mask [B, S] of what is not padding."""
-    masks = [torch.ones(len(row), dtype=torch.bool, device=device) for row in rows]
-    tokens = [torch.tensor(row, device=device) for row in rows]
-    return pad_sequence(tokens, True, token, side), pad_sequence(masks, True, False, side)
+def make_reviews(args: Args) -> tuple[Models, Task]:
+    """Supervised learning, then a reward model ([RLHF], §3.1). On --resume, a checkpoint has the weights."""
+    torch.set_num_threads(1)  # for small networks, one is fastest
+    rows = []
+    for product in PRODUCTS:
+        for tone in TONES:
+            for request in (f"{tone} the {product} :", f"please {tone} the {product} :"):
+                rows.append({"prompt": request, "tone": tone, "product": product})
+    actor, tokenizer = GPT(len(WORDS)), WordTokenizer(WORDS)
+    task = Task(tokenizer, [tokenizer.eos_token_id], rows, 10 * rows, {}, [])
+    if not args.resume:
+        learn_to_write(actor, task, write_review, 3e-3, args)
+    reward_model = ScalarModel(copy.deepcopy(actor), nn.Linear(actor.norm.normalized_shape[0], 1))
+    reference = copy.deepcopy(actor).requires_grad_(False)
+    models = Models(actor, reward_model, reference, reward_model.requires_grad_(False))
+    if not args.resume:
+        learn_from_comparisons(models, task, args)
+    models.critic = copy.deepcopy(reward_model).requires_grad_(True)
+    return models, task
 
 
-def texts(models: Models, batch: Responses | Batch) -> tuple[list[str], list[str]]:
-    """The texts of the prompts, as they are in the file if there is one, and of the responses."""
-    length, prompts, responses = batch.mask.shape[1], [], []
-    for tokens, attention in zip(batch.tokens, batch.attention, strict=True):
-        prompt = tokens[:-length][attention[:-length]].tolist()
-        response = tokens[-length:][attention[-length:]].tolist()
-        text = models.prompt_texts.get(tuple(prompt))
-        prompts.append(text or models.tokenizer.decode(prompt, skip_special_tokens=True))
-        responses.append(models.tokenizer.decode(response, skip_special_tokens=True))
-    return prompts, responses
-
-
-def write_review(rng: random.Random, prompt: str) -> str:
+def write_review(rng: random.Random, row: dict) -> str:
     """A review such as "very lovely room but awful staff". Half have the tone asked for, the others any."""
-    *_, asked, _, product, _ = prompt.split()
-    tone = rng.choice((asked, asked, asked, *TONES))
-    first, second = rng.sample(PRODUCTS[product], 2)
+    tone = rng.choice((row["tone"], row["tone"], row["tone"], *TONES))
+    first, second = rng.sample(PRODUCTS[row["product"]], 2)
 
     def clause(aspect: str, good: bool) -> str:
         return f"{'very ' * (rng.random() < 0.25)}{rng.choice(GOOD if good else BAD)} {aspect}"
@@ -708,680 +640,244 @@ def write_review(rng: random.Random, prompt: str) -> str:
     return f"{clause(first, good)} and {clause(second, good)}" if rng.random() < 0.7 else clause(first, good)
 
 
-def human(prompt: str, response: str) -> float:
-    """The simulated human's taste: 1 for the tone asked for, -1 for another, and 0.5 for each "very".
-
-    It is -2 for what is not a review.
-    """
-    *_, tone, _, product, _ = prompt.split()
-    clause = f"(?:very )?({'|'.join(GOOD + BAD)}) ({'|'.join(PRODUCTS[product])})"
+def human(row: dict, response: str) -> float:
+    """The simulated human's taste: ±1 for the tone, 0.5 for each "very"; -2 for what is not a review."""
+    clause = f"(?:very )?({'|'.join(GOOD + BAD)}) ({'|'.join(PRODUCTS[row['product']])})"
     match = re.fullmatch(f"{clause}(?: (?:and|but) {clause})?", response)
     if not match or match[2] == match[4]:
         return -2.0
     kinds = {word in GOOD for word in (match[1], match[3]) if word}
     found = "weigh" if len(kinds) == 2 else "praise" if True in kinds else "pan"
-    return (1.0 if found == tone else -1.0) + 0.5 * response.split().count("very")
+    return (1.0 if found == row["tone"] else -1.0) + 0.5 * response.split().count("very")
 
 
-def tastes(models: Models, batch: Responses) -> Tensor:
+def tastes(rows: list[dict], texts: list[str]) -> Tensor:
     """The simulated human's taste [B]."""
-    return torch.tensor([human(*pair) for pair in zip(*texts(models, batch), strict=True)])
+    return torch.tensor([human(row, text) for row, text in zip(rows, texts, strict=True)])
 
 
-def make_models(args: Args) -> Models:
-    """Supervised learning, then a reward model from comparisons ([Summary], §3).
+def learn_to_write(actor: GPT, task: Task, write: Callable, learning_rate: float, args: Args) -> None:
+    """Supervised learning of responses that `write` gives to random prompts."""
+    rng = random.Random(args.seed)
 
-    On --resume, nothing is learnt, because the checkpoint has the weights.
+    def compute_loss() -> Tensor:
+        rows = rng.choices(task.prompts, k=128)
+        batch = tokenize(task, rows, [write(rng, row) for row in rows], args)
+        log_probs, _ = token_log_probs(actor, batch, temperature=1.0)
+        return -(log_probs * batch.mask).sum() / batch.mask.sum()
+
+    loss = fit(actor, compute_loss, 600, learning_rate)
+    print(f"supervised learning: {loss:.2f} nats per token", flush=True)
+
+
+def learn_from_comparisons(models: Models, task: Task, args: Args) -> None:
+    """Let the human compare responses of the actor, and the reward model learn from all comparisons so far.
+
+    The human prefers a to b with probability σ(2 (taste(a) - taste(b))), which is the Bradley-Terry model.
+    The reward model maximises log σ(score(chosen) - score(rejected)) ([RLHF], equation 1).
     """
-    tokenizer, actor = WordTokenizer(WORDS), GPT(len(WORDS))
-    prompts = encode_prompts(tokenizer, PROMPTS, actor.context, args)
-    if not args.resume:
-        learn_to_write(actor, tokenizer, PROMPTS, write_review, args)
-    width = actor.base_model.norm.normalized_shape[0]
-    reward_model = ScalarModel(copy.deepcopy(actor.base_model), nn.Linear(width, 1)).requires_grad_(False)
-    reference = copy.deepcopy(actor).requires_grad_(False)
-    models = Models(actor, reward_model, reference, reward_model)
-    models.tokenizer, models.prompts = tokenizer, prompts
-    models.stop_tokens = torch.tensor([tokenizer.eos_token_id])
-    if not args.resume:
-        learn_from_comparisons(models, args)
-    models.critic = copy.deepcopy(reward_model).requires_grad_(True)
-    if args.share_critic:
-        models.critic = ScalarModel(actor.base_model, zero_head(width))
-    return models
+    count = 1500 if task.comparisons else 6000
+    rows = 2 * [task.prompts[i] for i in torch.randint(len(task.prompts), (count,))]
+    responses, _ = generate(models.actor, task, rows, args)
+    texts = decode(task.tokenizer, responses)
+    taste = tastes(rows, texts)
+    prefers_first = torch.rand(count) < torch.sigmoid(2 * (taste[:count] - taste[count:]))
+    for i, first_is_better in enumerate(prefers_first):
+        chosen, rejected = (i, i + count) if first_is_better else (i + count, i)
+        task.comparisons.append((rows[i], texts[chosen], texts[rejected]))
 
+    def compute_loss() -> Tensor:
+        sample = [task.comparisons[i] for i in torch.randint(len(task.comparisons), (64,))]
+        rows, chosen, rejected = map(list, zip(*sample, strict=True))
+        batch = tokenize(task, rows + rows, chosen + rejected, args)
+        scores = models.reward_model(batch).gather(1, batch.mask.sum(1, keepdim=True))
+        return -F.logsigmoid(scores[:64] - scores[64:]).mean()
 
-def zero_head(width: int) -> nn.Linear:
-    """An output layer whose outputs are 0 at first."""
-    head = nn.Linear(width, 1)
-    nn.init.zeros_(head.weight)
-    nn.init.zeros_(head.bias)
-    return head
+    loss = fit(models.reward_model, compute_loss, 3 * len(task.comparisons) // 64, 1e-3)
+    models.reward_model.requires_grad_(False)
+    print(f"reward model: {loss:.2f} nats per comparison", flush=True)
 
 
 def fit(network: nn.Module, compute_loss: Callable[[], Tensor], steps: int, learning_rate: float) -> float:
     """Minimise a loss of random batches by Adam. Returns the last loss."""
-    optimizer = Adam(network.parameters(), learning_rate, fused=True)
+    optimizer = Adam(network.requires_grad_(True).parameters(), learning_rate, fused=True)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = learning_rate * min((step + 1) / 40, 1 - step / steps)
         optimizer.zero_grad()
         loss = compute_loss()
         loss.backward()
-        nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
     return loss.item()
 
 
-def learn_to_write(
-    actor: GPT, tokenizer: Any, prompts: Sequence[str], write: Callable[..., str], args: Args
-) -> None:
-    """Supervised learning of responses that `write` gives to these prompts."""
-    start, rng = time.monotonic(), random.Random(args.seed)
-    prompts = rng.choices(prompts, k=20_000)
-    responses = [[*tokenizer.encode(write(rng, prompt)), tokenizer.eos_token_id] for prompt in prompts]
-    left, left_mask = encode_prompts(tokenizer, prompts, actor.context, args)
-    right, mask = pad(responses, "right", tokenizer.pad_token_id, args.device)
-    data = Responses(torch.cat([left, right], 1), torch.cat([left_mask, mask], 1), mask)
-
-    def compute_loss() -> Tensor:
-        rows = torch.randint(len(responses), (128,))
-        batch = Responses(*(column[rows] for column in data))
-        log_probs = token_log_probs(actor, batch, temperature=1.0)
-        return -(log_probs * batch.mask).sum() / batch.mask.sum()
-
-    loss = fit(actor, compute_loss, SUPERVISED_STEPS, learning_rate=3e-3)
-    report(f"supervised {SUPERVISED_STEPS} steps of 128 responses; loss {loss:.2f} nats per token", start)
+# ------------------------------------------------- Models of transformers ----------------------------------
 
 
-def sample_pairs(models: Models, args: Args, count: int) -> tuple[Responses, Tensor]:
-    """Two responses of the actor to each of `count` prompts, one after the other, and tastes [count, 2]."""
-    prompts, attention = (x.repeat_interleave(2, 0) for x in draw_prompts(models, count))
-    responses, _ = generate(models, prompts, attention, args)
-    return responses, tastes(models, responses).view(count, 2)
+def load_pretrained(args: Args) -> tuple[Models, Task]:
+    """The models that the flags name, and the task. With --bfloat16, frozen weights are in bfloat16.
 
-
-def learn_from_comparisons(models: Models, args: Args) -> None:
-    """Let the human compare responses of the actor, and the reward model learn from all comparisons so far.
-
-    The human prefers a to b with probability σ(2 (taste(a) - taste(b))), which is the Bradley-Terry model.
-    The reward model fits σ(score(a) - score(b)) to the choices ([RLHF], equation 1).
+    The critic begins as the reward model, if there is one; else, its values are 0 at first.
     """
-    start, reward_model = time.monotonic(), models.reward_model
-    responses, taste = sample_pairs(models, args, COMPARISONS // 4 if models.comparisons else COMPARISONS)
-    prefers_first = torch.rand(len(taste)) < torch.sigmoid(2 * (taste[:, 0] - taste[:, 1]))
-    models.comparisons.append((*responses, prefers_first.float()))
-    *columns, labels = map(torch.cat, zip(*models.comparisons, strict=True))
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-    def compute_loss() -> Tensor:
-        pairs = torch.randint(len(labels), (64,))
-        rows = torch.stack([2 * pairs, 2 * pairs + 1], 1).flatten()
-        outputs = last_outputs(reward_model, Responses(*(column[rows] for column in columns))).view(-1, 2)
-        return F.binary_cross_entropy_with_logits(outputs[:, 0] - outputs[:, 1], labels[pairs])
-
-    fit(reward_model.requires_grad_(True), compute_loss, steps=3 * len(labels) // 64, learning_rate=1e-3)
-    reward_model.requires_grad_(False)
-    with torch.no_grad():
-        reference_responses = Responses(*(column[: 2 * COMPARISONS] for column in columns))
-        reward_model.head.bias -= last_outputs(reward_model, reference_responses).mean()  # now 0 for these
-        responses, taste = sample_pairs(models, args, 1000)
-        outputs = last_outputs(reward_model, responses).view(-1, 2)
-    product = (outputs[:, 0] - outputs[:, 1]) * (taste[:, 0] - taste[:, 1])
-    share = (product > 0).sum() / (product != 0).sum()
-    report(f"reward     {len(labels):,} comparisons; {share:.0%} of new pairs in the human's order", start)
-
-
-def update_reward_model(models: Models, args: Args, state: State) -> None:
-    """Iterated RLHF ([RLHF], §3.1): when due, retrain the reward model, with new comparisons added."""
-    iteration = state.episodes // args.batch_size
-    if iteration and iteration % args.reward_model_updates == 0:
-        with torch.random.fork_rng(devices=[]):  # all processes draw the same pairs
-            torch.manual_seed(args.seed + iteration)
-            learn_from_comparisons(models, args)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    reference = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).requires_grad_(False)
+    actor = make_trainable(reference, args, "CAUSAL_LM")
+    reward_model, trunk = None, reference.base_model
+    head = nn.Linear(reference.config.hidden_size, 1, bias=False)
+    nn.init.zeros_(head.weight)
+    if args.reward_model:
+        if AutoTokenizer.from_pretrained(args.reward_model).get_vocab() != tokenizer.get_vocab():
+            raise ValueError("--reward-model has other tokens than --model; wrap it as --reward-function")
+        model = AutoModelForSequenceClassification.from_pretrained(args.reward_model, dtype=torch.float32)
+        trunk, head = model.base_model, model.score.float()
+        reward_model = ScalarModel(trunk, head).requires_grad_(False)
+    critic = ScalarModel(make_trainable(trunk, args), copy.deepcopy(head).requires_grad_(True))
+    if args.bfloat16:
+        for parameter in (*reference.parameters(), *trunk.parameters()):
+            parameter.data = parameter.data.bfloat16()  # but not buffers, such as positions' frequencies
+    ends = reference.generation_config.eos_token_id  # chat models have one for the end of a turn, too
+    stop_tokens = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    functions = {name: pkgutil.resolve_name(name) for name in args.reward_function}
+    prompts, held_out = (read_rows(path) if path else [] for path in (args.prompts, args.eval_prompts))
+    task = Task(tokenizer, list(stop_tokens), prompts, held_out, functions, [])
+    return Models(actor, critic, reference, reward_model), task
 
 
-# ------------------------------------------------- The optimal policy --------------------------------------
-
-POLICIES = "reference", "actor", "optimum"
-
-
-@torch.no_grad()
-def enumerate_responses(
-    policies: Sequence[nn.Module], prompt: Tensor, tokenizer: Any, args: Args, floor: float = 1e-5
-) -> tuple[Responses, Tensor]:
-    """The responses to a prompt [P] whose beginnings have a probability above `floor` under any policy.
-
-    Also returns log π [policies, N] of these N responses, in float64.
-    """
-    tokens = new = prompt.unsqueeze(0)
-    log_probs = torch.zeros(len(policies), 1, dtype=torch.float64)
-    caches: list[Any] = [None] * len(policies)
-    found, found_log_probs = [], []
-    for length in range(1, args.max_response_length + 1):
-        steps = []  # log π(·|s) [N, V] of each policy
-        for i, policy in enumerate(policies):
-            inputs = model_inputs(new, torch.ones_like(tokens, dtype=torch.bool), caches[i], use_cache=True)
-            output = policy(**inputs, logits_to_keep=1)
-            steps.append(torch.log_softmax(output.logits[:, -1].double() / args.temperature, -1))
-            caches[i] = output.past_key_values
-        longer = log_probs.unsqueeze(2) + torch.stack(steps)  # of all beginnings with one more token
-        rows, choices = (longer.amax(0) > math.log(floor)).nonzero(as_tuple=True)
-        tokens, log_probs = torch.cat([tokens[rows], choices.unsqueeze(1)], 1), longer[:, rows, choices]
-        ended = (choices == tokenizer.eos_token_id) | (length == args.max_response_length)
-        found += tokens[ended].tolist()
-        found_log_probs.append(log_probs[:, ended])
-        rows, tokens, log_probs = rows[~ended], tokens[~ended], log_probs[:, ~ended]
-        new = tokens[:, -1:]
-        caches = [[(keys[rows], values[rows]) for keys, values in cache] for cache in caches]
-    padded, attention = pad(found, "right", tokenizer.pad_token_id, args.device)
-    return Responses(padded, attention, attention[:, len(prompt) :]), torch.cat(found_log_probs, 1)
+def read_rows(path: str) -> list[dict]:
+    """The lines of a file of JSON."""
+    with open(path, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
-@torch.no_grad()
-def compare_with_optimum(models: Models, args: Args, kl_coef: float, floor: float = 1e-5) -> dict[str, float]:
-    """How close the actor is to the policy that maximises J = E[r] - β KL(π ‖ π_ref), as means over prompts.
-
-    The optimum is π*(y|x) = π_ref(y|x) exp(r(x, y) / β) / Z(x), with J* = β log Z ([DPO], equation 4). Every
-    policy has J* - J = β KL(π ‖ π*). The sums are over the responses whose beginnings have a probability
-    above `floor` under the reference or the actor. Rarer ones with high scores would raise J*, so the share
-    is an upper bound. All others count as if their score and KL were 0; `left_out` is the actor's share of
-    them.
-    """
-    totals = []
-    for prompt, mask in zip(*models.prompts, strict=True):
-        policies = models.reference, models.actor
-        responses, log_probs = enumerate_responses(policies, prompt[mask], models.tokenizer, args, floor)
-        rewards = score(models, responses, args).double()
-        optimal = log_probs[0] + rewards / kl_coef
-        log_z = torch.logsumexp(optimal, 0)
-        log_probs = torch.stack([*log_probs, optimal - log_z])  # [3, N], of POLICIES
-        probs = log_probs.exp()
-        kls = (probs * (log_probs - log_probs[0])).sum(1)
-        objectives = (probs * rewards).sum(1) - kl_coef * kls
-        kl_to_optimum = (probs[1] * (log_probs[1] - log_probs[2])).sum()
-        found = probs[1].sum()
-        identity = kl_coef * (found * log_z - kl_to_optimum) - objectives[1]  # 0, but for rounding
-        totals.append(torch.stack([*objectives, *kls, kl_to_optimum, 1 - found, identity]))
-    names = [f"{kind}_{name}" for kind in ("objective", "kl") for name in POLICIES]
-    names += ["kl_to_optimum", "left_out", "identity"]
-    results = dict(zip(names, torch.stack(totals).mean(0).tolist(), strict=True))
-    reference, actor, optimum = (results[f"objective_{name}"] for name in POLICIES)
-    return results | {"share_of_optimum": (actor - reference) / (optimum - reference)}
-
-
-# ------------------------------------------------- Models of transformers ---------------------------------
-
-
-def load_models(args: Args) -> Models:
-    """The models that --model and the other flags name, or those of the built-in task."""
-    models = load_pretrained(args) if args.model else make_models(args)
-    refuse(any(p.requires_grad for p in models.reference.parameters()), "the reference must be frozen")
-    return models.to(args.device).eval()  # no dropout: with it, the first ratio would not be 1
-
-
-def load_pretrained(args: Args) -> Models:
-    """Load models of transformers. With --bfloat16, frozen weights are in bfloat16.
-
-    Weights to be trained are loaded in float32, so that they are not rounded first.
-    """
-    with refuse_errors("--model needs: pip install transformers", ImportError):
-        import transformers
-    transformers.utils.logging.disable_progress_bar()
-    name = str(args.model)
-    dtype = torch.bfloat16 if args.bfloat16 and args.lora_rank else torch.float32
-    with refuse_errors(f"cannot load --model {name}", Exception):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        reference = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    for token in ("eos_token", "pad_token"):
-        missing = getattr(tokenizer, token) is None
-        refuse(missing, f"the tokenizer of {name} has no {token}; set and save it")
-    unknown = tokenizer.pad_token_id >= reference.get_input_embeddings().num_embeddings
-    refuse(unknown, f"the pad_token of {name}'s tokenizer is not in the model's vocabulary; set another")
-    actor = make_trainable(reference.requires_grad_(False), args, "CAUSAL_LM")
-    reward_model = load_reward_model(args, tokenizer, dtype) if args.reward_model else None
-    frozen = [reference, *([reward_model.trunk] if reward_model else [])]
-    context = min(map(longest_input, frozen))
-    prompts = read_prompts(args)
-    head = zero_head(reference.get_output_embeddings().weight.shape[1])
-    if args.share_critic:
-        critic = ScalarModel(actor.base_model, head)
-    elif reward_model:
-        critic = ScalarModel(make_trainable(reward_model.trunk, args), copy.deepcopy(reward_model.head))
-    else:
-        critic = ScalarModel(make_trainable(reference.base_model, args), head)
-    critic.head.float().requires_grad_(True)
-    models = Models(actor, critic, reference, reward_model)
-    models.tokenizer, models.stop_tokens = tokenizer, find_stop_tokens(tokenizer, reference, args)
-    models.prompts = encode_prompts(tokenizer, prompts, context, args)
-    for tokens, mask, text in zip(*models.prompts, prompts, strict=True):
-        models.prompt_texts[tuple(tokens[mask].tolist())] = text
-    for parameter in (p for model in frozen for p in model.parameters() if args.bfloat16):
-        parameter.data = parameter.data.bfloat16()  # but not buffers, such as the frequencies of positions
-    if args.reward_function:
-        models.reward_function = import_function(args.reward_function)
-    return models
-
-
-def load_reward_model(args: Args, tokenizer: Any, dtype: torch.dtype) -> ScalarModel:
-    """The model that --reward-model names, frozen. It must read the actor's tokens."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    name = str(args.reward_model)
-    with refuse_errors(f"cannot load --reward-model {name}", Exception):
-        same = AutoTokenizer.from_pretrained(name).get_vocab() == tokenizer.get_vocab()
-        model: Any = AutoModelForSequenceClassification.from_pretrained(name, dtype=dtype)
-    unfit = not same or model.config.num_labels != 1 or not hasattr(model, "score")
-    reason = "needs the tokenizer of --model, and a single output named `score`"
-    refuse(unfit, f"--reward-model {name} {reason}; or wrap it as --reward-function, which takes texts")
-    return ScalarModel(model.base_model, model.score.float()).requires_grad_(False)
-
-
-def longest_input(model: Any) -> float:
-    """How many tokens a model can read."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
-
-
-def find_stop_tokens(tokenizer: Any, model: Any, args: Args) -> Tensor:
-    """The tokens that end a response [K]: chat models have one for the end of a turn, too."""
-    found = model.generation_config.eos_token_id or []
-    found = [found] if isinstance(found, int) else found
-    return torch.tensor(list(dict.fromkeys([tokenizer.eos_token_id, *found])), device=args.device)
-
-
-def make_trainable(frozen: nn.Module, args: Args, task: str | None = None) -> Any:
+def make_trainable(frozen: nn.Module, args: Args, task_type: str | None = None) -> Any:
     """A copy of a network, to be trained in float32. With LoRA, it shares the frozen weights."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
     shared = {id(p): p for p in frozen.parameters()} if args.lora_rank else {}
     network: Any = copy.deepcopy(frozen, shared)
-    for layer in network.modules():  # transformers' own checkpointing would need training mode, with dropout
-        if args.gradient_checkpointing and isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    if args.gradient_checkpointing:  # transformers' own method would need training mode, with dropout
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        for layer in network.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     if not args.lora_rank:
         return network.float().requires_grad_(True)
-    with refuse_errors("--lora-rank needs: pip install peft", ImportError):
-        from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, get_peft_model
+
     rank = args.lora_rank
-    config = LoraConfig(task_type=task, r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    config = LoraConfig(task_type=task_type, r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     return get_peft_model(network, config)
 
 
-def read_prompts(args: Args) -> list[str]:
-    """The prompts in the file --prompts."""
-    prompts = []
-    unreadable = refuse_errors(f"cannot read --prompts {args.prompts}", OSError, UnicodeError)
-    with unreadable, open(str(args.prompts), encoding="utf-8") as file:
-        lines = file.readlines()
-    for number, line in enumerate(lines, 1):
-        place = f"{args.prompts}, line {number}"
-        with refuse_errors(f'{place} is not JSON such as {{"prompt": "..."}}', Exception):
-            prompts.append(json.loads(line)["prompt"])
-            empty = not prompts[-1].strip()
-        refuse(empty, f"{place} has an empty prompt")
-    refuse(not prompts, f"{args.prompts} has no prompts")
-    return prompts
+# ------------------------------------------------- Logging, checkpoints, command line ----------------------
 
 
-def encode_prompts(
-    tokenizer: Any, prompts: Sequence[str], context: float, args: Args
-) -> tuple[Tensor, Tensor]:
-    """Prompts as tokens [N, P], and their masks [N, P]. Refused if a response has no room in the context."""
-    rows = [tokenizer.encode(prompt) for prompt in prompts]
-    if args.model:  # a chat template may have written the first token already
-        first = [tokenizer.bos_token_id]
-        rows = [row[1:] if row[:2] == 2 * first else row for row in rows]
-    longest = max(map(len, rows)) + args.max_response_length
-    refuse(longest > context, f"prompt and response have up to {longest} tokens; the model reads {context}")
-    return pad(rows, "left", tokenizer.pad_token_id, args.device)
+def make_folder(args: Args) -> Path:
+    """The path of the run's checkpoint, in a folder that exists."""
+    task = Path(args.model or "built-in").name
+    name = f"{task}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    path = Path(args.resume or Path("runs", name, "checkpoint.pt"))
+    if RANK == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        print(f"folder     {path.parent}", flush=True)
+    return path
 
 
-def import_function(name: str) -> Callable:
-    """The function that `module:function` names; the module may be a file of the current folder."""
-    sys.path.insert(0, "")
-    with refuse_errors(f"cannot import --reward-function {name}", Exception):
-        return pkgutil.resolve_name(name)
+def start_log(path: Path, args: Args, episodes: int) -> SummaryWriter | None:
+    """TensorBoard's writer, for the first process. What an earlier run logged from here on is removed."""
+    if RANK > 0:
+        return None
+    if args.track:
+        import wandb
+
+        wandb.init(name=path.parent.name, config=asdict(args), sync_tensorboard=True)
+    writer = SummaryWriter(str(path.parent), purge_step=episodes)
+    settings = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
+    writer.add_text("settings", f"|setting|value|\n|-|-|\n{settings}")
+    completions = path.with_name("completions.jsonl")
+    if completions.exists():
+        with completions.open(encoding="utf-8") as file:
+            kept = [line for line in file if json.loads(line)["episodes"] < episodes]
+        completions.write_text("".join(kept), encoding="utf-8")
+    return writer
 
 
-def call_reward_function(function: Callable, prompts: list[str], responses: list[str]) -> Tensor:
-    """Scores [B] of B texts. Raises `Refused` if the function returns something else."""
-    returned = function(prompts, responses)
-    with refuse_errors("the reward function must return numbers", Exception):
-        scores = torch.as_tensor(returned, dtype=torch.float32)
-    wrong = scores.shape != (len(prompts),) or not scores.isfinite().all()
-    refuse(wrong, f"the reward function must return {len(prompts)} finite numbers; it returned {scores}")
-    return scores
+def log(writer: SummaryWriter | None, episodes: int, metrics: dict[str, float], samples: dict) -> None:
+    """Write an iteration's metrics and responses; print some metrics, and the end of the first response."""
+    if writer is None:
+        return
+    for name, value in metrics.items():
+        writer.add_scalar(name, value, episodes)
+    with open(Path(writer.log_dir, "completions.jsonl"), "a", encoding="utf-8") as file:
+        for values in zip(*samples.values(), strict=True):
+            sample = {"episodes": episodes} | dict(zip(samples, values, strict=True))
+            file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+    shown = [f"{name} {value:.3f}" for name, value in metrics.items() if name in SHOWN or "eval/" in name]
+    shown += [repr(text[-60:]) for text in samples.get("response", [])[:1]]
+    print(f"{time.strftime('%H:%M:%S')} {episodes:>9,} responses", *shown, sep="  ", flush=True)
 
 
-# ------------------------------------------------- Advice --------------------------------------------------
-
-ADVICE = [  # name; after so many iterations in a row; in which this holds (see `diagnose`); what to do
-    ("hacking", 3, lambda m: m["objective/surprise"] > 0.2,
-     "over 20% of responses would surprise the reference: is the reward model exploited? raise --kl-coef"),
-    ("drift", 10, lambda m: 0.05 < m["objective/surprise"] <= 0.2,
-     "over 5% of responses would surprise the reference: read some, and raise --kl-coef if they look odd"),
-    ("kl", 5, lambda m: m["objective/kl"] > (1.5 * m["kl_target"] if m["kl_target"] else 10),
-     "KL to the reference > 10 nats, or > 1.5 times its target: raise --kl-coef"),
-    ("falling", 10, lambda m: m["objective/scores"] > m["best"]["objective/scores"]
-     and m["objective/rlhf_reward"] < m["best"]["objective/rlhf_reward"] - 0.1 * m["first_std"],
-     "the score rises but score - β KL falls: the KL costs more than it gains; lower --learning-rate"),
-    ("length", 5, lambda m: m["response/length"] > 1.3 * m["first"]["response/length"],
-     "responses are 1.3 times as long as at first: does the reward model prefer length?"),
-    ("cut-off", 5, lambda m: m["response/cut_off"] > 0.2,
-     "over 20% of responses have no stop token: raise --max-response-length or --missing-eos-penalty"),
-    ("mismatch", 1, lambda m: m["val/sampling_mismatch"] > (0.1 if m["bfloat16"] else 1e-4),
-     "sampling and learning differ in log-probabilities: check temperature, padding and positions"),
-    ("ratio", 1, lambda m: m["val/first_approxkl"] > (1e-3 if m["bfloat16"] else 1e-6),
-     "the ratio is not 1 before the first gradient step: is dropout on?"),
-    ("entropy", 10, lambda m: m["policy/entropy_avg"] < 0.4 * m["first"]["policy/entropy_avg"],
-     "entropy below 40% of the first: responses become all alike; raise --kl-coef"),
-    ("critic", 10, lambda m: m["val/explained_variance"] < 0,
-     "explained variance < 0: the critic is worse than a constant; raise --update-epochs"),
-]  # fmt: skip
+def save(path: Path, args: Args, models: Models, optimizer: Adam, *state: Any) -> None:
+    """Write a checkpoint; with --model, of trained weights. Until it is complete, the previous one stays."""
+    if RANK == 0:
+        parameters = models.named_parameters()
+        weights = {name: p.detach() for name, p in parameters if p.requires_grad or not args.model}
+        content = {"args": asdict(args), "state": state, "weights": weights}
+        torch.save(content | {"optimizer": optimizer.state_dict()}, path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").replace(path)
 
 
-def diagnose(metrics: dict[str, float], args: Args, state: State) -> list[str]:
-    """The advice that has now applied long enough, each given once. Raises `Diverged`."""
-    if not all(math.isfinite(value) for value in metrics.values()):
-        raise Diverged("a metric is not finite: lower --learning-rate, look for huge scores")
-    if metrics["objective/rlhf_reward"] >= state.best.get("objective/rlhf_reward", -math.inf):
-        state.best = metrics
-    known = vars(args) | vars(state) | metrics  # what ADVICE looks at
-    known["first_std"] = state.first["objective/scores_std"]
-    messages = []
-    for name, iterations, applies, text in ADVICE:
-        streak = state.streaks.get(name, 0)
-        if streak < iterations:  # not given yet
-            state.streaks[name] = streak + 1 if applies(known) else 0
-            if state.streaks[name] == iterations:
-                messages.append(f"[{name}] {text}")
-    return messages
-
-
-def plan(args: Args) -> str:
-    """What a run with these settings does."""
-    scorer = args.reward_function or args.reward_model or f"learnt from {COMPARISONS:,} comparisons"
-    epochs, parts, size = args.update_epochs, args.num_minibatches, args.batch_size // args.num_minibatches
-    target = f", adapted to keep a KL of {args.kl_target:g}" if args.kl_target else ""
-    return f"""{args.model or "reviews"}: {args.total_episodes:,.0f} responses, seed {args.seed}
-rewards    {scorer}
-rollout    {args.batch_size} responses of at most {args.max_response_length} tokens
-update     {epochs} epochs x {parts} minibatches of {size} = {epochs * parts} gradient steps
-schedules  learning rate {args.learning_rate:g} to 0, KL coefficient {args.kl_coef:g}{target}"""
-
-
-# ------------------------------------------------- Logging and checkpoints ---------------------------------
-
-
-def say(text: str, end: str = "\n") -> None:
-    """Print. If that fails, as where the output goes to `head` or to a full disk, training continues."""
-    try:
-        print(text, end=end, flush=True)
-    except UnicodeEncodeError:
-        say(text.encode("ascii", "replace").decode(), end)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def report(stage: str, start: float) -> None:
-    """Print what a stage has done, and its seconds; of several processes, the first one does."""
-    rank, _ = world()
-    if rank == 0:
-        say(f"{stage:<70} {time.monotonic() - start:4.0f} s")
-
-
-class Run(AbstractContextManager):
-    """The folder of a run, with TensorBoard's curves and the checkpoint, and its progress on the terminal.
-
-    After an exception, a `with` block says how to resume.
-    """
-
-    def __init__(self, args: Args, models: Models, optimizer: Adam, state: State):
-        self.args, self.models, self.optimizer, self.state = args, models, optimizer, state
-        task = Path(args.model or "reviews").name
-        name = f"{task}__{Path(__file__).stem}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-        self.path = Path(args.resume or Path("runs", name, "checkpoint.pt"))
-        trusted = ["--reward-function", args.reward_function] if args.reward_function else []  # see SAVED
-        _, processes = world()
-        runner = ["torchrun", "--nproc-per-node", str(processes)] if processes > 1 else PROGRAM[:-1]
-        self.resume = shlex.join([*runner, PROGRAM[-1], *trusted, "--resume", self.path.as_posix()])
-        folder = self.path.parent
-        with refuse_errors(f"cannot start a run in {folder}", Exception):
-            # On --resume, TensorBoard drops what was logged after the checkpoint: nothing appears twice.
-            self.writer: Any = SummaryWriter(str(folder), max_queue=1000, purge_step=state.episodes + 1)
-        settings = "\n".join(f"    {name} = {value}" for name, value in asdict(args).items())
-        self.writer.add_text("settings", settings)
-        self.start, self.first_episode, self.printed = time.monotonic(), state.episodes, 0.0
-        say(f"folder     {folder}")
-        self.save()
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error:  # Python prints it below the traceback.
-            error.add_note(f"failed after {self.state.episodes:,} responses")
-            error.add_note(f"resume from {self.saved_episodes:,} responses with: {self.resume}")
-
-    def log(self, batch: Batch, metrics: dict[str, float]) -> None:
-        """Write an iteration's metrics to TensorBoard, print the progress, and save a checkpoint when due."""
-        state, now = self.state, time.monotonic()
-        messages = diagnose(metrics, self.args, state)
-        for tag, value in metrics.items():
-            self.writer.add_scalar(tag, value, state.episodes)
-        for message in messages:
-            self.writer.add_text("advice", message, state.episodes)
-        first, last = metrics is state.first, state.episodes >= self.args.total_episodes
-        if first or last or messages or now - self.printed >= 10:
-            self.printed = now
-            samples = show(self.models, batch)
-            self.writer.add_text("responses", samples, state.episodes)
-            say("\n".join([self.progress(metrics), *messages, *([samples] if first or last else [])]))
-        if now - self.saved >= self.args.checkpoint_seconds:
-            self.save()
-
-    def progress(self, metrics: dict[str, float]) -> str:
-        """A line that fits 80 columns."""
-        done, total = self.state.episodes, self.args.total_episodes
-        speed = (done - self.first_episode) / (time.monotonic() - self.start)
-        left = int(max(total - done, 0) / speed)
-        taste = f"  taste {metrics['eval/gold']:+.2f}" if "eval/gold" in metrics else ""
-        line = f"{done:>9,} responses {min(done / total, 1):4.0%}  score {metrics['objective/scores']:+.2f}"
-        return f"{line}{taste}  KL {metrics['objective/kl']:.2f}  {left // 60}:{left % 60:02} left"
-
-    def save(self) -> None:
-        """Write a checkpoint. If that fails, or the process is killed, the previous one is still there."""
-        content = {  # only types that `torch.load(..., weights_only=True)` accepts
-            "format": FORMAT,
-            "args": {name: getattr(self.args, name) for name in SAVED},
-            "state": asdict(self.state),
-            "weights": saved_weights(self.models, self.args),
-            "comparisons": self.models.comparisons,
-            "optimizer": self.optimizer.state_dict(),
-            "random": torch.get_rng_state(),
-        }
-        self.writer.flush()  # first, so that the curves have no gap where training resumes
-        torch.save(content, self.path.with_suffix(".tmp"))
-        self.path.with_suffix(".tmp").replace(self.path)
-        self.saved, self.saved_episodes = time.monotonic(), self.state.episodes
-
-    def finish(self, stopped: bool) -> dict[str, Any]:
-        """Save the model, or compare it with the optimum, and say what can be done next."""
-        results: dict[str, Any] = {"checkpoint": str(self.path)}
-        self.save()
-        if self.args.model:
-            actor: Any = self.models.actor
-            actor.save_pretrained(self.path.parent / "model")
-            self.models.tokenizer.save_pretrained(self.path.parent / "model")
-            say(f"model      {self.path.parent / 'model'}")
-        elif not stopped:
-            results |= self.compare()
-        if not stopped:
-            say(f"curves     tensorboard --logdir {shlex.quote(self.path.parent.parent.as_posix())}")
-        more = "" if stopped else f" --total-episodes {2 * self.args.total_episodes:.0f}"
-        say(f"resume     {self.resume}{more}")
-        self.writer.close()
-        return results
-
-    def compare(self) -> dict[str, float]:
-        """Compare the actor with the optimum, and print the result."""
-        kl_coef, start = self.state.kl_coef, time.monotonic()
-        results = compare_with_optimum(self.models, self.args, kl_coef)
-        self.writer.add_scalar("eval/share_of_optimum", results["share_of_optimum"], self.state.episodes)
-        for name in POLICIES:
-            objective, kl = results[f"objective_{name}"], results[f"kl_{name}"]
-            score = objective + kl_coef * kl
-            say(f"{name:<10} {objective:+.3f} = score {score:.3f} - {kl_coef:g} x KL {kl:.3f}")
-        share, left_out = results["share_of_optimum"], results["left_out"]
-        report(f"share      {share:.1%} of the best gain on likely responses; {left_out:.1%} left out", start)
-        return results
-
-
-def show(models: Models, batch: Batch) -> str:
-    """Scores, prompts and responses of the first 4 rows, a line each."""
-    few, lines = split(batch, 4)[0], []
-    for value, prompt, response in zip(few.scores, *texts(models, few), strict=True):
-        lines.append(f"    {value:+.2f}  {prompt} [{response}]".replace("\n", " ")[:79])
-    return "\n".join(lines)
-
-
-PROGRAM = ["python", __file__]  # what the printed commands call; see `main`
-FORMAT = "ppo-rlhf-1"
-# A checkpoint does not say which function to import: only the command line does.
-SAVED = {setting.name for setting in fields(Args)} - {"plan", "resume", "reward_function"}
-
-
-def trained_parameters(models: Models) -> list[dict[str, Any]]:
-    """The actor's and the critic's parameters, as two groups; what they share is in the first."""
-    actor = [p for p in models.actor.parameters() if p.requires_grad]
-    shared = {id(p) for p in actor}
-    critic = [p for p in models.critic.parameters() if p.requires_grad and id(p) not in shared]
-    return [{"params": actor}, {"params": critic}]
-
-
-def saved_weights(models: Models, args: Args) -> dict[str, Tensor]:
-    """The weights that a checkpoint has: all, or of real models those that are trained."""
-    return {name: p.detach() for name, p in models.named_parameters() if p.requires_grad or not args.model}
-
-
-def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The content of a checkpoint. Other people's are safe to load: nothing in them is executed."""
-    with refuse_errors(f"{path} cannot be loaded as a checkpoint of this script", Exception):
-        mmap = os.name != "nt"  # Windows cannot replace a file that is mapped
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        refuse(content["format"] != FORMAT, f"its format is {content['format']}, not {FORMAT}")
-        content["args"] = Args(**{name: content["args"][name] for name in SAVED})
-    return content
-
-
-def restore(args: Args, models: Models, optimizer: Adam, state: State) -> None:
-    """Restore the training that --resume names. Raises `Refused` if it does not fit, or is complete."""
-    content, weights = load_checkpoint(str(args.resume)), saved_weights(models, args)
-    with refuse_errors(f"{args.resume} does not fit these settings", RuntimeError, ValueError):
-        refuse(content["weights"].keys() != weights.keys(), f"{args.resume} has other networks")
-        models.load_state_dict(content["weights"], strict=False)
-        optimizer.load_state_dict(content["optimizer"])
-    models.comparisons = content["comparisons"]
-    torch.manual_seed(args.seed + content["state"]["episodes"])  # a GPU must not repeat its random numbers
-    torch.set_rng_state(content["random"])
-    for name, value in content["state"].items():
-        setattr(state, name, value)
-    if args.kl_coef != content["args"].kl_coef:  # a flag replaces it
-        state.kl_coef = args.kl_coef
-    done = state.episodes >= args.total_episodes
-    refuse(done, f"{args.resume} has done {state.episodes:,} responses; set --total-episodes to more")
-
-
-# ------------------------------------------------- Command line --------------------------------------------
-
-BOUNDS = {  # settings outside these are nonsense
-    "batch_size update_epochs num_minibatches micro_batch_size max_response_length": (1, 1e6),
-    "total_episodes": (1, 1e15),
-    "learning_rate temperature kl_coef kl_target clip_coef max_grad_norm checkpoint_seconds": (1e-12, 1e6),
-    "gae_lambda": (0, 1),
-    "vf_coef missing_eos_penalty reward_model_updates lora_rank": (0, 1e6),
-    "seed": (0, 2**32 - 1),
-}
-NEEDS_MODEL = "reward_model", "reward_function", "prompts", "lora_rank", "gradient_checkpointing"
-
-
-def check_types(args: Args) -> None:
-    """Raise `Refused` for a whole number or a choice of the wrong kind: other code may set anything."""
-    for name, kind in get_type_hints(type(args)).items():
-        value, choices = getattr(args, name), get_args(kind)
-        refuse(kind is int and type(value) is not int, f"{name} is {value!r}; it must be a whole number")
-        wrong = get_origin(kind) is Literal and value not in choices
-        refuse(wrong, f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+def resume(args: Args, models: Models, optimizer: Adam) -> tuple:
+    """Restore the weights and the optimizer of the checkpoint that --resume names. Returns its state."""
+    content = torch.load(args.resume, map_location="cpu", weights_only=True)
+    models.load_state_dict(content["weights"], strict=False)
+    optimizer.load_state_dict(content["optimizer"])
+    return content["state"]
 
 
 def check_args(args: Args) -> None:
-    """Raise `Refused` for settings that cannot be right."""
-    check_types(args)
-    for names, (low, high) in BOUNDS.items():
-        for name in names.split():
-            value = getattr(args, name)
-            wrong = value is not None and not low <= value <= high  # NaN fails every comparison
-            refuse(wrong, f"--{name.replace('_', '-')} is {value}; it must be from {low:g} to {high:g}")
-    one_for_all = args.device.startswith("cuda:") and world()[1] > 1
-    refuse(one_for_all, f"--device {args.device} is one GPU; with several processes, use --device cuda")
-    with refuse_errors(f"--device {args.device} cannot be used; use cpu", RuntimeError, AssertionError):
-        if args.device == "cuda" and "LOCAL_RANK" in os.environ:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # each process has a GPU of its own
-        torch.zeros(1, device=args.device)
-    parts = args.num_minibatches * world()[1]
-    refuse(args.batch_size % parts, f"--batch-size must be a multiple of minibatches x processes = {parts}")
-    if args.model:
-        both_or_none = bool(args.reward_model) == bool(args.reward_function)
-        refuse(not args.prompts, "--model needs --prompts")
-        refuse(both_or_none, "--model needs either --reward-model or --reward-function")
-        too_fast = args.learning_rate > (1e-3 if args.lora_rank else 1e-4)
-        refuse(too_fast, "--model needs a --learning-rate of at most 1e-4, or 1e-3 with --lora-rank")
-        refuse(args.reward_model_updates, "--reward-model-updates is for the built-in task")
-        refuse(args.lora_rank and args.share_critic, "--lora-rank and --share-critic exclude each other")
-    else:
-        refuse(args.device != "cpu", "--device needs --model; the built-in task is for the CPU")
-        for name in NEEDS_MODEL:
-            refuse(getattr(args, name), f"--{name.replace('_', '-')} needs --model")
+    """Raise ValueError for settings that cannot be right."""
+    if args.batch_size % (args.num_minibatches * PROCESSES):
+        raise ValueError("--batch-size must be a multiple of --num-minibatches x processes")
+    if args.temperature <= 0 or not 0 <= args.gae_lambda <= 1:
+        raise ValueError("--temperature must be above 0, and --gae-lambda from 0 to 1")
+    if args.model and not (args.prompts and (args.reward_model or args.reward_function)):
+        raise ValueError("--model needs --prompts, and --reward-model or --reward-function")
+    if not args.model and (args.prompts or args.reward_model or args.reward_function or args.lora_rank):
+        raise ValueError("--prompts, --reward-model, --reward-function and --lora-rank need --model")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {args.device}: PyTorch finds no CUDA device; use cpu")
+    for name in args.reward_function:
+        pkgutil.resolve_name(name)
+    for path in filter(None, (args.prompts, args.eval_prompts)):
+        read_rows(path)
 
 
-def parse_args(default: Args) -> Args:
-    """The settings of the command line; those that it does not name are the default's."""
-    groups, purpose = (Experiment, Task, Algorithm, Performance), __doc__.partition("\n  [PPO]")[0]
-    flags = make_dataclass("Flags", [(group.__name__, group) for group in groups])
-    values = (group(**{f.name: getattr(default, f.name) for f in fields(group)}) for group in groups)
-    parsed = tyro.cli(flags, default=flags(*values), description=purpose, config=(tyro.conf.OmitArgPrefixes,))
-    return Args(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
+def parse_args() -> Args:
+    """The settings of the command line; with --resume, the others are the checkpoint's."""
+    parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [")[0])
+    args = parse()
+    if args.resume:
+        saved = torch.load(args.resume, weights_only=True, mmap=True)["args"]
+        saved["reward_function"] = ()  # only the command line says which function to import
+        args = parse(default=Args(**saved))
+    elif args.model:
+        args = parse(default=PRETRAINED)
+    check_args(args)
+    return args
 
 
 def main() -> None:
-    """The command line. Exit status: 0 done, 1 failed, 2 refused, 128 + n stopped by signal n."""
-    for stream in (sys.stdout, sys.stderr):  # where a terminal has no β, print something else
-        with suppress(AttributeError):  # a notebook's streams have no encoding
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    runner = ["uv", "run"] if "UV" in os.environ else ["python"]  # uv sets UV
-    PROGRAM[:] = [*runner, Path(sys.argv[0]).as_posix()]
-    stop: list[int] = []
-
-    def request_stop(number: int, _: Any) -> None:
-        stop.append(number)
-        signal.signal(number, signal.SIG_DFL)  # the second signal acts at once
-
+    """The command line. Exit status: 2 for what cannot be right."""
+    sys.path.append(".")  # where the `module:` of --reward-function is looked for, too
     try:
-        args = parse_args(Args())
-        if args.resume:
-            args = parse_args(load_checkpoint(args.resume)["args"])
-        check_args(args)
-        if args.plan:
-            lines = [f"advice     if {number:>2} times in a row: {text}" for _, number, _, text in ADVICE]
-            say("\n".join([plan(args), *lines]))
-        else:
-            for name in {"SIGINT", "SIGTERM", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP
-                number = getattr(signal, name)
-                # Ignore SIGHUP under nohup, but never SIGINT, which shells ignore for background jobs.
-                if name == "SIGINT" or signal.getsignal(number) != signal.SIG_IGN:
-                    signal.signal(number, request_stop)
-            train(args, stop)
-    except (Refused, Diverged) as error:
-        notes = getattr(error, "__notes__", [])
-        print(f"{Path(sys.argv[0]).name}: {error}", *notes, sep="\n", file=sys.stderr)
-        sys.exit(2 if isinstance(error, Refused) else 1)
-    if stop:
-        sys.exit(128 + stop[0])
+        args = parse_args()
+    except (ValueError, OSError, ImportError, AttributeError) as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
+    train(args)
 
 
 if __name__ == "__main__":

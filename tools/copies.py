@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SETTINGS = ("Args", "Experiment", "Task", "Algorithm", "Performance")
+SETTINGS = "Args"
 ORIGINALS = {
     "ppo_continuous.py": "ppo.py",
     "ppo_atari.py": "ppo.py",
@@ -30,10 +30,10 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "Agent.normalize Agent.policy Agent.value Batch ppo_loss Rollout Rollout.__init__ collect_rollout "
     "scale_rewards make_batch distance_moved update train compiled check_args finished_episodes make_env "
     "make_envs load_policy evaluate RUN_ONLY parse_args main",
-    "grpo.py": "ScalarModel Models Models.__init__ whiten token_rewards score compute_gae Batch LOSSES "
-    "METRICS ppo_loss State collect update train make_models zero_head load_models load_pretrained ADVICE "
-    "diagnose plan Run.__init__ Run.progress Run.finish FORMAT trained_parameters BOUNDS "
-    "check_args parse_args --reward_function",
+    "grpo.py": "PRETRAINED SHOWN ScalarModel ScalarModel.__init__ ScalarModel.forward Models Models.__init__ "
+    "Task score whiten token_rewards compute_gae Batch ppo_loss collect update train evaluate PRODUCTS "
+    "(TONES,GOOD,BAD) WORDS make_reviews write_review human tastes learn_from_comparisons load_pretrained "
+    "check_args",
 }
 
 
@@ -51,10 +51,10 @@ def units(text: str) -> dict[str, tuple[int, int]]:
     for node in ast.parse(text).body:
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            add(ast.unparse(target), node)
+            add(ast.unparse(target).replace(" ", ""), node)
         elif isinstance(node, ast.FunctionDef):
             add(node.name, node)
-        elif isinstance(node, ast.ClassDef) and node.name not in SETTINGS:
+        elif isinstance(node, ast.ClassDef) and node.name != SETTINGS:
             methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
             head = methods[0].lineno - 1 - len(methods[0].decorator_list) if methods else node.end_lineno
             add(node.name, node, head)
@@ -65,8 +65,8 @@ def units(text: str) -> dict[str, tuple[int, int]]:
 
 def fields(text: str) -> dict[str, str]:
     """Types of the settings, by name."""
-    groups = [node for node in ast.parse(text).body if getattr(node, "name", None) in SETTINGS]
-    parts = [part for group in groups for part in group.body if isinstance(part, ast.AnnAssign)]
+    (args,) = (node for node in ast.parse(text).body if getattr(node, "name", None) == SETTINGS)
+    parts = [part for part in args.body if isinstance(part, ast.AnnAssign)]
     return {ast.unparse(part.target): ast.unparse(part.annotation) for part in parts}
 
 
