@@ -201,8 +201,7 @@ def take(batch: Any, rows: Tensor) -> Any:
 def model_inputs(tokens: Tensor, attention: Tensor, past: Any = None, use_cache: bool = False) -> dict:
     """Arguments for a model: tokens [B, T], the last T of S, and a mask [B, S] of what is not padding.
 
-    Positions count tokens and not padding, so a prompt has the same ones in every batch. `past` are the keys
-    and values of all tokens but the last T.
+    Positions do not count padding. `past` are the keys and values of all tokens but the last T.
     """
     positions = (attention.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
     inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions}
@@ -213,8 +212,7 @@ def model_inputs(tokens: Tensor, attention: Tensor, past: Any = None, use_cache:
 def generate(actor: nn.Module, task: Task, rows: list[dict], args: Args) -> tuple[Responses, Tensor]:
     """A response to the prompt of each of B rows, and log π [B, L] as sampled; temperature 0 is greedy.
 
-    Each ends with a stop token or after --max-response-length tokens. To use an inference server, replace
-    this function, and send the actor's weights to the server before each call.
+    To use an inference server, replace this function, and send it the actor's weights before each call.
     """
     prompts, prompt_mask = pad([encode(task.tokenizer, row["prompt"]) for row in rows], "left", args.device)
     stop_tokens = torch.tensor(task.stop_tokens, device=args.device)

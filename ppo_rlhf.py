@@ -226,8 +226,7 @@ def take(batch: Any, rows: Tensor) -> Any:
 def model_inputs(tokens: Tensor, attention: Tensor, past: Any = None, use_cache: bool = False) -> dict:
     """Arguments for a model: tokens [B, T], the last T of S, and a mask [B, S] of what is not padding.
 
-    Positions count tokens and not padding, so a prompt has the same ones in every batch. `past` are the keys
-    and values of all tokens but the last T.
+    Positions do not count padding. `past` are the keys and values of all tokens but the last T.
     """
     positions = (attention.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
     inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions}
@@ -238,8 +237,7 @@ def model_inputs(tokens: Tensor, attention: Tensor, past: Any = None, use_cache:
 def generate(actor: nn.Module, task: Task, rows: list[dict], args: Args) -> tuple[Responses, Tensor]:
     """A response to the prompt of each of B rows, and log π [B, L] as sampled; temperature 0 is greedy.
 
-    Each ends with a stop token or after --max-response-length tokens. To use an inference server, replace
-    this function, and send the actor's weights to the server before each call.
+    To use an inference server, replace this function, and send it the actor's weights before each call.
     """
     prompts, prompt_mask = pad([encode(task.tokenizer, row["prompt"]) for row in rows], "left", args.device)
     stop_tokens = torch.tensor(task.stop_tokens, device=args.device)
@@ -411,7 +409,7 @@ def ppo_loss(models: Models, batch: Batch, num_tokens: Tensor, args: Args) -> tu
 
 
 @torch.no_grad()
-def collect(models: Models, task: Task, kl_coef: float, args: Args) -> tuple[Batch, dict, dict]:
+def collect(models: Models, task: Task, args: Args) -> tuple[Batch, dict, dict]:
     """Responses to B prompts with estimated advantages; also metrics, and what is to be written."""
     rows = [task.prompts[i] for i in torch.randint(len(task.prompts), (args.batch_size // PROCESSES,))]
     responses, sampled_log_probs = generate(models.actor, task, rows, args)
@@ -423,18 +421,19 @@ def collect(models: Models, task: Task, kl_coef: float, args: Args) -> tuple[Bat
     scores = torch.stack(list(rewards.values())).sum(0)
     mask = responses.mask
     kl = (log_probs - ref_log_probs) * mask
-    advantages, returns = compute_gae(token_rewards(scores, kl, mask, kl_coef), values, mask, args.gae_lambda)
+    rewards_per_token = token_rewards(scores, kl, mask, args.kl_coef)
+    advantages, returns = compute_gae(rewards_per_token, values, mask, args.gae_lambda)
     batch = Batch(*responses, log_probs, values, whiten(advantages, mask), returns)
 
     means = {f"rewards/{name}": values for name, values in rewards.items()} | {
         "objective/scores": scores,
         "objective/kl": kl.sum(1),  # in nats per response
-        "objective/rlhf_reward": scores - kl_coef * kl.sum(1),
+        "objective/rlhf_reward": scores - args.kl_coef * kl.sum(1),
         "response/length": mask.sum(1),
     }
     error, spread = (masked_mean((x - masked_mean(x, mask)).square(), mask) for x in (advantages, returns))
     metrics = {name: mean(values) for name, values in means.items()} | {
-        "objective/kl_coef": kl_coef,
+        "objective/kl_coef": args.kl_coef,
         "policy/entropy_avg": -masked_mean(log_probs, mask).item(),  # an estimate, in nats per token
         "val/explained_variance": 1 - (error / (spread + 1e-8)).item(),
         "val/sampling_mismatch": ((sampled_log_probs - log_probs) * mask).abs().max().item(),
@@ -480,7 +479,7 @@ def train(args: Args) -> Path:
     models, task = load_pretrained(args) if args.model else make_reviews(args)
     connect(models, args)
     optimizer = Adam([p for p in models.parameters() if p.requires_grad], fused=True)
-    episodes, kl_coef, comparisons = resume(args, models, optimizer) if args.resume else (0, args.kl_coef, [])
+    episodes, comparisons = resume(args, models, optimizer) if args.resume else (0, [])
     task.comparisons.extend(comparisons)
     writer = start_log(path, args, episodes)
     try:
@@ -489,11 +488,11 @@ def train(args: Args) -> Path:
             iteration, metrics = episodes // args.batch_size, {}
             if iteration % args.eval_every == 0:
                 metrics = evaluate(models, task, args)
-                save(path, args, models, optimizer, episodes, kl_coef, task.comparisons)
+                save(path, args, models, optimizer, episodes, task.comparisons)
             if args.reward_model_updates and iteration > 0 and iteration % args.reward_model_updates == 0:
                 learn_from_comparisons(models, task, args)  # iterated RLHF ([RLHF], §3.1)
             torch.manual_seed(10**9 * args.seed + episodes + RANK)
-            batch, batch_metrics, samples = collect(models, task, kl_coef, args)
+            batch, batch_metrics, samples = collect(models, task, args)
             learning_rate = args.learning_rate * (1 - episodes / args.total_episodes)
             optimizer.param_groups[0]["lr"] = learning_rate
             metrics |= batch_metrics | update(models, optimizer, batch, args) | {"lr": learning_rate}
@@ -501,11 +500,11 @@ def train(args: Args) -> Path:
             episodes += args.batch_size
             if args.kl_target:  # [Ziegler], §2.2
                 error = metrics["objective/kl"] / args.kl_target - 1
-                kl_coef *= 1 + 0.1 * min(max(error, -0.2), 0.2)
+                args = replace(args, kl_coef=args.kl_coef * (1 + 0.1 * min(max(error, -0.2), 0.2)))
         log(writer, episodes, evaluate(models, task, args), {})
     except KeyboardInterrupt:
         print(f"stopped; resume with --resume {path}", flush=True)
-    save(path, args, models, optimizer, episodes, kl_coef, task.comparisons)
+    save(path, args, models, optimizer, episodes, task.comparisons)
     if args.model and RANK == 0:
         models.actor.save_pretrained(path.parent / "model")
         task.tokenizer.save_pretrained(path.parent / "model")
@@ -715,10 +714,7 @@ def fit(network: nn.Module, compute_loss: Callable[[], Tensor], steps: int, lear
 
 
 def load_pretrained(args: Args) -> tuple[Models, Task]:
-    """The models that the flags name, and the task. With --bfloat16, frozen weights are in bfloat16.
-
-    The critic begins as the reward model, if there is one; else, its values are 0 at first.
-    """
+    """The models that the flags name, and the task. With --bfloat16, frozen weights are in bfloat16."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -726,7 +722,7 @@ def load_pretrained(args: Args) -> tuple[Models, Task]:
     actor = make_trainable(reference, args, "CAUSAL_LM")
     reward_model, trunk = None, reference.base_model
     head = nn.Linear(reference.config.hidden_size, 1, bias=False)
-    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.weight)  # the critic's values are 0 at first, or those of the reward model
     if args.reward_model:
         if AutoTokenizer.from_pretrained(args.reward_model).get_vocab() != tokenizer.get_vocab():
             raise ValueError("--reward-model has other tokens than --model; wrap it as --reward-function")
