@@ -3,7 +3,8 @@
     python plot.py runs/* --output curves.png
     python plot.py runs/* --compare
 
-Each environment has a panel, each experiment a line: the mean of its seeds, with their range as a band.
+Each environment has a panel, each experiment a line: the mean of its seeds, with their range as a band. Runs
+whose settings differ in more than the seed are different experiments, named by the settings that differ.
 """
 
 import logging
@@ -26,26 +27,46 @@ except ImportError as error:
     sys.exit(f'plot.py needs {error.name}: pip install matplotlib "pandas<3"')
 
 RUN = re.compile(r"(?P<env_id>.+?)__(?P<experiment>.+)__(?P<seed>-?\d+)__(?P<date>[\d-]+)")  # its folder
+TAGS = "charts/episodic_return", "reward", "objective/scores"  # one of them is in the runs of every script
+OUTSIDE = {  # settings that do not change what is learnt
+    "seed", "exp_name", "plan", "resume", "evaluate", "eval_episodes", "eval_every", "capture_video", "track",
+    "wandb_project_name", "wandb_entity", "device", "num_threads", "compile", "async_envs", "env_id",
+}  # fmt: skip
 plt.style.use(["seaborn-v0_8-whitegrid", "seaborn-v0_8-colorblind"])
 
 
 @dataclass
 class Args:  # the comments are the texts of --help
     runs: tyro.conf.Positional[tuple[str, ...]] = ("runs",)  # folders with runs, at any depth
-    tag: str = "charts/episodic_return"  # the scalar to plot, as TensorBoard names it
+    tag: str | None = None  # the scalar to plot, as TensorBoard names it; default: returns, or rewards
     x: Literal["steps", "seconds"] = "steps"  # seconds leave out the pause before a --resume
     smooth: float = 0.05  # average over this share of the panel's longest run; 0 for none
     output: str | None = None  # file of the figure (.png, .pdf, .svg); default: a window, else curves.png
     compare: bool = False  # print a table of the last values instead
 
 
-def read_curve(folder: Path, tag: str) -> pd.DataFrame:
-    """The values of a tag, with their steps and seconds. TensorBoard drops steps that a --resume repeats."""
+def read_events(folder: Path) -> EventAccumulator:
+    """What a run has logged. TensorBoard drops steps that a --resume repeats."""
     logging.getLogger("tensorboard").setLevel("ERROR")  # it warns of each step that it drops
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})  # 0: all, not a sample
-    if folder.is_dir():
-        events.Reload()
-    scalars = events.Scalars(tag) if tag in events.Tags()["scalars"] else []
+    return events.Reload() if folder.is_dir() else events
+
+
+def read_settings(events: EventAccumulator) -> dict[str, str]:
+    """The settings that decide what is learnt, from the table that the script has logged."""
+    for tag in {"settings/text_summary", "hyperparameters/text_summary"} & set(events.Tags()["tensors"]):
+        table = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
+        rows = [row.strip("|").split("|", 1) for row in table.splitlines()[2:]]
+        return {name: value for name, value in rows if name not in OUTSIDE}
+    return {}
+
+
+def read_curve(events: EventAccumulator, tag: str | None) -> pd.DataFrame:
+    """The values of a tag, by default the first of TAGS that was logged, with their steps and seconds."""
+    logged = events.Tags()["scalars"]
+    tag = tag or next((name for name in TAGS if name in logged), "")
+    scalars = events.Scalars(tag) if tag in logged else []
+    folder = Path(events.path)
     values = [(event.wall_time, event.step, event.value) for event in scalars]
     curve = pd.DataFrame(values, columns=["wall_time", "steps", "value"], dtype=float)
     curve["seconds"] = curve.wall_time - (events.FirstEventTimestamp() if scalars else 0)
@@ -53,10 +74,18 @@ def read_curve(folder: Path, tag: str) -> pd.DataFrame:
         start = int(file.name.split(".")[3])  # and its time in the name
         before = curve.wall_time[curve.wall_time < start]
         curve.loc[curve.wall_time >= start, "seconds"] -= start - before.max() if len(before) else 0
-    return curve[np.isfinite(curve.value)]
+    return curve[np.isfinite(curve.value)].assign(tag=tag)
 
 
-def load_runs(paths: tuple[str, ...], tag: str) -> pd.DataFrame:
+def name_by_settings(runs: pd.DataFrame) -> None:
+    """Add to the name of each experiment the settings in which its runs differ."""
+    for _, group in runs.groupby(["env_id", "experiment"]):
+        settings = pd.DataFrame(list(group.settings), index=group.index).fillna("")
+        for name in settings.columns[settings.nunique() > 1]:
+            runs.loc[group.index, "experiment"] += ", " + name + " " + settings[name]
+
+
+def load_runs(paths: tuple[str, ...], tag: str | None) -> pd.DataFrame:
     """A row per run: env_id, experiment, seed, date, folder and curve. It prints what it skips, and why."""
     folders: set[Path] = set()
     for path in [Path(path) for pattern in paths for path in glob(pattern) or [pattern]]:
@@ -64,20 +93,24 @@ def load_runs(paths: tuple[str, ...], tag: str) -> pd.DataFrame:
         folders |= {file.parent for file in files} or {path}
     rows = []
     for folder in sorted(folders):
-        curve = read_curve(folder, tag)
+        events = read_events(folder)
+        curve = read_curve(events, tag)
         if len(curve) and (name := RUN.fullmatch(folder.name)):
-            rows.append({**name.groupdict(), "folder": folder, "curve": curve})
+            about = {"folder": folder, "curve": curve, "settings": read_settings(events)}
+            rows.append({**name.groupdict(), **about})
         else:
-            reason = "its name is not env_id__exp_name__seed__date" if len(curve) else f"it has no {tag}"
+            missing = tag or " or ".join(TAGS)
+            reason = "its name is not env_id__exp_name__seed__date" if len(curve) else f"it has no {missing}"
             print(f"skipped {folder}: {reason}", file=sys.stderr)
     if not rows:
         print("plot.py: nothing to plot", file=sys.stderr)
         sys.exit(2)
     runs = pd.DataFrame(rows).sort_values("date")
     runs.loc[runs.date.str.isdigit(), "experiment"] += " (CleanRL)"  # its folders end in the Unix time
+    name_by_settings(runs)
     older = runs.duplicated(["env_id", "experiment", "seed"], keep="last")
     for folder in runs.folder[older]:
-        print(f"skipped {folder}: a later run has its environment, experiment and seed", file=sys.stderr)
+        print(f"skipped {folder}: a later run has its settings and seed", file=sys.stderr)
     runs = runs[~older]
     for _, group in runs.groupby(["env_id", "experiment"]):
         ends = [curve.steps.max() for curve in group.curve]
@@ -101,6 +134,7 @@ def draw(runs: pd.DataFrame, args: Args) -> None:
     experiments = sorted(set(runs.experiment))
     columns = int(np.ceil(np.sqrt(len(panels))))
     rows = int(np.ceil(len(panels) / columns))
+    lines_of = {}  # an example of each experiment, for the legend
     figure = plt.figure(figsize=(5 * columns, 3.6 * rows), dpi=150, layout="constrained")
     for place, (env_id, panel) in enumerate(panels, 1):
         axes = figure.add_subplot(rows, columns, place)
@@ -110,15 +144,21 @@ def draw(runs: pd.DataFrame, args: Args) -> None:
             end = min(curve[args.x].max() for curve in group.curve)
             points = np.linspace(start, max(start, end), 500)
             lines = [smooth(curve, args.x, window, points) for curve in group.curve]
-            index, label = experiments.index(experiment), f"{experiment}, seeds: {len(group)}"
+            index = experiments.index(experiment)
             color, style = f"C{index % 6}", ("-", "--", ":", "-.")[index // 6 % 4]  # there are 6 colours
             marker = "" if start < end else "o"
-            axes.plot(points, np.mean(lines, 0), color=color, linestyle=style, marker=marker, label=label)
+            (lines_of[experiment],) = axes.plot(points, np.mean(lines, 0), color + style + marker)
             axes.fill_between(points, np.min(lines, 0), np.max(lines, 0), alpha=0.2, fc=color)
+        name = panel.curve.iloc[0].tag.iloc[0].split("/")[-1].replace("_", " ")
         smoothing = f"\nmean of the last {window:,.10g} {args.x}" if window else ""
-        axes.set(title=env_id, xlabel=args.x, ylabel=args.tag + smoothing, xlim=(0, None))
+        axes.set(title=env_id, xlabel=args.x, ylabel=name + smoothing, xlim=(0, None))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k, 1M
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, title="mean and range of seeds")
+    counts = runs.groupby(["experiment", "env_id"]).size()
+    labels = []
+    for experiment in lines_of:
+        fewest, most = counts[experiment].min(), counts[experiment].max()
+        labels.append(f"{experiment}, seeds: {most if fewest == most else f'{fewest} to {most}'}")
+    figure.legend(lines_of.values(), labels, loc="outside lower center", title="mean and range of seeds")
     output = args.output or ("curves.png" if plt.get_backend().lower() == "agg" else None)
     if output:  # or there is no display, hence agg
         try:
@@ -144,7 +184,8 @@ def compare(runs: pd.DataFrame, args: Args) -> None:
         table.append((*names, steps, size, f"{means[0]:.5g}", ends if size > 1 else "-"))
     columns = "environment", "experiment", "steps", "seeds", "interquartile mean", "95% interval"
     print(pd.DataFrame(table, columns=columns).to_string(index=False))
-    print(f"{args.tag}: mean of the last 10% of each run's steps. Intervals of few seeds are too narrow.")
+    tags = " or ".join(sorted({curve.tag.iloc[0] for curve in runs.curve}))
+    print(f"{tags}: mean of the last 10% of each run's steps. Intervals of few seeds are too narrow.")
 
 
 def main() -> None:

@@ -50,13 +50,42 @@ def test_lines_of_ours_and_of_cleanrl(runs, monkeypatch):
     run(monkeypatch, "runs/*")
     (axes,) = figures[0].axes
     ours, cleanrl = axes.lines
-    assert (ours.get_label(), cleanrl.get_label()) == ("ppo, seeds: 3", "ppo (CleanRL), seeds: 2")
+    labels = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    assert labels == ["ppo, seeds: 3", "ppo (CleanRL), seeds: 2"]
     assert ours.get_xdata()[[0, -1]].tolist() == [100, 800]  # what all seeds have
     np.testing.assert_allclose(ours.get_ydata(), 2)
     np.testing.assert_allclose(cleanrl.get_ydata(), 7.5)
     assert axes.collections[0].get_datalim(axes.transData).intervaly.tolist() == [1, 3]
     assert axes.get_title() == "CartPole-v1"
-    assert axes.get_ylabel() == f"{TAG}\nmean of the last 50 steps"
+    assert axes.get_ylabel() == "episodic return\nmean of the last 50 steps"
+
+
+def test_runs_with_other_settings_are_other_lines(tmp_path, monkeypatch, capsys):
+    """Each learning rate is a line; seeds and evaluations are not settings of what is learnt."""
+    monkeypatch.chdir(tmp_path)
+    for number, (seed, rate) in enumerate([(1, 0.1), (2, 0.1), (1, 0.2)]):
+        folder = Path("runs", f"built-in__grpo__{seed}__20260102-030405-{number:06}")
+        write(folder, [(100, rate), (200, rate)], tag="reward")
+        with SummaryWriter(str(folder)) as writer:
+            rows = f"|seed|{seed}|\n|learning_rate|{rate}|\n|eval_every|{number}|\n|gamma|0.9|"
+            writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
+    run(monkeypatch, "runs", "--compare")
+    out, err = capsys.readouterr()
+    _header, first, second, _ = out.splitlines()
+    assert first.split() == [
+        "built-in",
+        "grpo,",
+        "learning_rate",
+        "0.1",
+        "200",
+        "2",
+        "0.1",
+        "0.1",
+        "to",
+        "0.1",
+    ]
+    assert second.split() == ["built-in", "grpo,", "learning_rate", "0.2", "200", "1", "0.2", "-"]
+    assert err == ""
 
 
 @pytest.mark.parametrize("x", ["steps", "seconds"])
@@ -143,7 +172,7 @@ def test_resumed_run_has_no_step_twice_and_no_pause(tmp_path):
     (first,) = tmp_path.iterdir()
     first.rename(tmp_path / f"events.out.tfevents.{int(start)}.host")
     write(tmp_path, [(step, 2.0) for step in range(5, 9)], purge_step=5)  # from a checkpoint at step 4
-    curve = plot.read_curve(tmp_path, TAG)
+    curve = plot.read_curve(plot.read_events(tmp_path), TAG)
     assert curve.steps.tolist() == list(range(1, 9))
     assert curve.value.tolist() == [1.0] * 4 + [2.0] * 4
     assert curve.seconds.is_monotonic_increasing
