@@ -1,4 +1,4 @@
-"""The documents keep their promises: each code block of the README runs, and all that they name exists."""
+"""The documents keep their promises: their code blocks run, and all that they name exists."""
 
 from __future__ import annotations
 
@@ -19,20 +19,27 @@ import pytest
 import torch
 import tyro
 
+import grpo
 import plot
 import ppo
 import ppo_atari
 import ppo_continuous
+import ppo_rlhf
 
 SCRIPTS = {"ppo.py": ppo, "ppo_continuous.py": ppo_continuous, "ppo_atari.py": ppo_atari}
 ROOT = Path(__file__).resolve().parent.parent
-README, METRICS, VARIANTS = (
-    (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/metrics.md", "docs/scripts.md")
+NAMES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "benchmarks/README.md",
+    *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
 )
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
+README, METRICS, VARIANTS = PAGES["README.md"], PAGES["docs/metrics.md"], PAGES["docs/scripts.md"]
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README + PAGES["docs/recipes.md"], re.DOTALL | re.MULTILINE)
 PROGRAMS = [text for language, text in BLOCKS if language == "python"]
 COMMANDS = [line for language, text in BLOCKS if language == "sh" for line in text.splitlines()]
-SET_UP = [line for line in COMMANDS if re.match(r"(python3 -m venv|source|pip|uv) ", line)]
+SET_UP = [line for line in COMMANDS if re.match(r"(python3 -m venv|source|pip) ", line)]
 LOOPS = [line for line in COMMANDS if line.startswith("for ")]
 CALLS = [line for line in COMMANDS if re.match(r"python (ppo\w*|plot)\.py", line)]
 # Settings with which a command takes about a second. Where a script lacks one, it is left out.
@@ -97,7 +104,7 @@ def checkpoint_in(folder: Path) -> Path:
 def test_each_line_has_a_test():
     """Each command is run by one of the tests below; `python my_env.py` runs with the other programs."""
     assert set(COMMANDS) - {*SET_UP, *LOOPS, *CALLS} == {"python my_env.py"}
-    assert {language for language, _ in BLOCKS} == {"python", "sh"}
+    assert {language for language, _ in BLOCKS} == {"python", "sh", "text", "bibtex"}
 
 
 @pytest.mark.parametrize("program", parameters(PROGRAMS))
@@ -158,16 +165,13 @@ def test_each_loop_runs(line, user):
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
 def test_set_up(tmp_path):
-    """The set-up installs every module from a copy of the repository, without what they need.
+    """The set-up installs every script from a copy of the repository, without what they need.
 
-    `.ci/run` installs everything. PyTorch's CPU build is not downloaded: its command is only parsed.
+    `.ci/run` installs everything.
     """
     shutil.copytree(ROOT, tmp_path / "copy", ignore=shutil.ignore_patterns(".*", "runs", "results", "build"))
-    lines = [
-        line.replace("pip install", "pip install --quiet --no-deps") for line in SET_UP if line[:2] != "uv"
-    ]
-    lines += [f"{line} --help > /dev/null" for line in SET_UP if line.startswith("uv ")]
-    modules = ["plot", *(name.removesuffix(".py") for name in SCRIPTS)]
+    lines = [line.replace("pip install", "pip install --quiet --no-deps") for line in SET_UP]
+    modules = [name.removesuffix(".py") for name in (*SCRIPTS, "ppo_rlhf.py", "grpo.py")]
     code = f"from importlib.util import find_spec; assert all(map(find_spec, {modules}))"
     lines += ["cd ..", f'python -c "{code}"']
     subprocess.run(["bash", "-ec", "\n".join(lines)], cwd=tmp_path / "copy", check=True)
@@ -175,18 +179,19 @@ def test_set_up(tmp_path):
 
 def test_every_flag_exists():
     """Each --flag that the documents name belongs to a script, or to a tool that they call."""
-    names = {field.name for script in SCRIPTS.values() for field in fields(script.Args)}
+    scripts = (*SCRIPTS.values(), ppo_rlhf, grpo)
+    names = {field.name for script in scripts for field in fields(script.Args)}
     flags = {f"--{prefix}{name.replace('_', '-')}" for name in names for prefix in ("", "no-")}
-    others = {"--help", "--compare", "--torch-backend", "--nproc-per-node", "--fix", "--check"}
-    others |= {"--only", "--store"}  # of the benchmarks
-    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    for text in (README, METRICS, VARIANTS, contributing):
-        assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= flags | others
+    others = {"--help", "--compare", "--torch-backend", "--nproc-per-node", "--fix", "--check", "--logdir"}
+    others |= {"--only", "--store", "--one", "--dry-run", "--jobs", "--script-dir"}  # of the benchmarks
+    for name, text in PAGES.items():
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= flags | others, name
 
 
 def test_every_extra_exists():
-    """Each extra that the README installs is one of the package's."""
-    extras = {extra for names in re.findall(r'"\.\[([\w,]+)\]"', README) for extra in names.split(",")}
+    """Each extra that the documents install is one of the package's."""
+    text = "".join(PAGES.values())
+    extras = {extra for names in re.findall(r"\.\[([\w,]+)\]", text) for extra in names.split(",")}
     project = (
         (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[project.optional-dependencies]")[1]
     )
@@ -205,15 +210,8 @@ def test_every_variant_is_accepted(script):
 
 def test_links():
     """Each local link and image is a file, and each anchor a heading."""
-    for name in (
-        "README.md",
-        "CONTRIBUTING.md",
-        "docs/metrics.md",
-        "docs/scripts.md",
-        "benchmarks/README.md",
-    ):
+    for name, text in PAGES.items():
         path = ROOT / name
-        text = path.read_text(encoding="utf-8")
         files = re.findall(r"(?:src|srcset)=\"([^\"]+)\"", text)
         for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", text):
             files.append(target or path.name)
@@ -268,7 +266,7 @@ def test_no_other_metric_is_documented(folder):
 
 def test_set_up_and_ci_run_the_same_tests():
     """CI installs the `dev` extra and runs the test command that CONTRIBUTING.md gives."""
-    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    contributing = PAGES["CONTRIBUTING.md"]
     ci = (ROOT / ".ci" / "run").read_text()
     assert 'pip install -e ".[dev]"' in contributing
     assert "python -m pytest\n" in contributing
