@@ -608,12 +608,11 @@ def learn_to_write(actor: GPT, task: Task, write: Callable, learning_rate: float
         log_probs, _ = token_log_probs(actor, batch, temperature=1.0)
         return -(log_probs * batch.mask).sum() / batch.mask.sum()
 
-    loss = fit(actor, compute_loss, 600, learning_rate)
-    print(f"supervised learning: {loss:.2f} nats per token", flush=True)
+    fit(actor, compute_loss, 600, learning_rate, "supervised learning")
 
 
-def fit(network: nn.Module, compute_loss: Callable[[], Tensor], steps: int, learning_rate: float) -> float:
-    """Minimise a loss of random batches by Adam. Returns the last loss."""
+def fit(network: nn.Module, compute_loss: Callable, steps: int, learning_rate: float, name: str) -> None:
+    """Minimise a loss of random batches by Adam."""
     optimizer = Adam(network.requires_grad_(True).parameters(), learning_rate, fused=True)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = learning_rate * min((step + 1) / 40, 1 - step / steps)
@@ -622,7 +621,7 @@ def fit(network: nn.Module, compute_loss: Callable[[], Tensor], steps: int, lear
         loss.backward()
         clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
-    return loss.item()
+    print(f"{name}: loss {loss.item():.2f}", flush=True)
 
 
 # ------------------------------------------------- Models of transformers ----------------------------------

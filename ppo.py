@@ -37,7 +37,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
@@ -220,7 +220,8 @@ class State:
     kl_coef: float
     ent_coef: float
     global_step: int = 0  # transitions so far
-    metrics: dict[str, float] = field(default_factory=dict)  # of the last iteration
+    kl: float | None = None  # of the last iteration; None before the first
+    entropy: float = 0.0  # of the last iteration
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tensor, dict[str, Tensor]]:
@@ -284,7 +285,7 @@ class Rollout:
         self.discounted_returns = np.zeros(shape, np.float32)  # for scale_rewards
         self.episode_returns = np.zeros(args.num_envs)  # of the unfinished episodes, so far
         self.episode_lengths = np.zeros(args.num_envs, int)
-        self.info = {}  # what the environments reported in the last step
+        self.infos = [{}] * args.num_steps  # what the environments reported in each step
 
 
 @torch.inference_mode()
@@ -299,7 +300,7 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
     for t, step_noise in enumerate(noise):
         policy = agent.policy(agent.normalize(torch.as_tensor(obs[t], device=args.device)))
         actions[t] = (policy + step_noise).argmax(-1).cpu().numpy()
-        obs[t + 1], rewards[t], terminated[t], truncated[t], rollout.info = envs.step(actions[t])
+        obs[t + 1], rewards[t], terminated[t], truncated[t], rollout.infos[t] = envs.step(actions[t])
     valid[1:] = ~(terminated | truncated)[:-1]
 
 
@@ -383,9 +384,9 @@ def adjust_coefficients(state: State, args: Args) -> None:
         state.kl_coef = args.kl_coef
     if args.target_entropy is None:
         state.ent_coef = args.ent_coef * (remaining if args.anneal_ent_coef else 1)
-    if not state.metrics:
+    kl = state.kl
+    if kl is None:
         return
-    kl = state.metrics["kl"]
     direction = (kl > 1.5 * args.desired_kl) - (kl < args.desired_kl / 1.5)  # 1: too large, -1: too small
     if args.adapt == "kl-coef":  # [PPO], §4: β is doubled or halved
         state.kl_coef = min(max(state.kl_coef * 2.0**direction, 1e-4), 1e4)
@@ -394,7 +395,7 @@ def adjust_coefficients(state: State, args: Args) -> None:
     elif args.adapt == "learning-rate":  # as in Rudin et al. 2022, but with §4's thresholds
         state.learning_rate = min(max(state.learning_rate / 1.5**direction, 1e-5), scheduled_lr)
     if args.target_entropy is not None:
-        surplus = state.metrics["entropy"] - args.target_entropy
+        surplus = state.entropy - args.target_entropy
         direction = (surplus > 0.05) - (surplus < -0.05)
         state.ent_coef = min(max(state.ent_coef / 1.1**direction, 1e-5), 10.0)
 
@@ -426,9 +427,10 @@ def train(args: Args) -> dict:
             adjust_coefficients(state, args)
             collect_rollout(envs, agent, rollout, args)
             batch = make_batch(agent, rollout, args)
-            state.metrics = update(agent, optimizer, compute, batch, args, state)
+            metrics = update(agent, optimizer, compute, batch, args, state)
+            state.kl, state.entropy = metrics["kl"], metrics["entropy"]
             state.global_step += len(batch.obs)
-            run.log(state.metrics, finished_episodes(rollout))
+            run.log(metrics, finished_episodes(rollout))
         envs.close()
     except KeyboardInterrupt:
         print("\nstopped", flush=True)
@@ -522,15 +524,15 @@ def finished_episodes(rollout: Rollout) -> list[tuple[float, int]]:
 
 
 def make_env(args: Args, **kwargs) -> gym.Env:
-    """One environment. Put your own here, or wrappers; one with a vector version (CartPole): in make_envs."""
+    """One environment. Put your own here, or wrappers."""
     return gym.make(args.env_id, **json.loads(args.env_kwargs), **kwargs)
 
 
 def make_envs(args: Args) -> VectorEnv:
     """N environments with flat observations: the environment's own vector version, or copies of it."""
     spec = make_env(args).spec
-    if spec and spec.vector_entry_point and not args.async_envs:
-        envs = gym.make_vec(args.env_id, args.num_envs, **json.loads(args.env_kwargs))
+    if spec and spec.vector_entry_point and not (spec.additional_wrappers or args.async_envs):
+        envs = gym.make_vec(spec, args.num_envs)
         if envs.metadata.get("autoreset_mode") is not AutoresetMode.NEXT_STEP:
             raise ValueError(f"{args.env_id} resets in the same step; --async-envs uses copies instead")
         return envs
@@ -545,8 +547,6 @@ ADVICE = [  # iterations in a row; condition on the metrics; what to do
      "KL > 1: the update was far too large; start again with a lower --learning-rate"),
     (5, lambda m: m["kl"] > 0.05,
      "KL > 0.05: updates are too large; lower --learning-rate or --update-epochs"),
-    (10, lambda m: m["clipfrac"] > 0.4,
-     "clip fraction > 0.4: the policy drifts too far; lower --learning-rate"),
     (20, lambda m: m["kl"] < 1e-6 and m["progress"] < 0.5,
      "KL < 1e-6: the policy hardly changes; raise --learning-rate"),
     (20, lambda m: m["explained_variance"] < 0 and m["critic_error"] > 0.1 and m["progress"] > 0.1,
@@ -666,7 +666,7 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
     """
     content = torch.load(path, map_location=device, weights_only=True)
     space, num_actions = env.observation_space, int(env.action_space.n)
-    agent = Agent(Args(**content["args"]), gym.spaces.flatten_space(space), num_actions).to(device)
+    agent = Agent(Args(**content["args"]), gym.spaces.flatten_space(space), num_actions).to(device).eval()
     agent.load_state_dict(content["agent"])
 
     @torch.inference_mode()

@@ -200,7 +200,7 @@ class Task(NamedTuple):
     tokenizer: Any
     stop_tokens: list[int]  # each of them ends a response
     prompts: list[dict]  # rows: a "prompt", and what else the reward functions need
-    eval_prompts: list[dict]  # held out
+    eval_prompts: list[dict]  # held out; of reviews, all prompts again
     reward_functions: dict[str, Callable]  # by name; of B rows and the texts of B responses
     comparisons: list[tuple[dict, str, str]]  # of reviews: row, chosen and rejected response
 
@@ -490,6 +490,7 @@ def train(args: Args) -> Path:
                 metrics = evaluate(models, task, args)
                 save(path, args, models, optimizer, episodes, task.comparisons)
             if args.reward_model_updates and iteration > 0 and iteration % args.reward_model_updates == 0:
+                torch.manual_seed(10**9 * args.seed + episodes)  # all processes learn the same
                 learn_from_comparisons(models, task, args)  # iterated RLHF ([RLHF], §3.1)
             torch.manual_seed(10**9 * args.seed + episodes + RANK)
             batch, batch_metrics, samples = collect(models, task, args)
@@ -543,7 +544,7 @@ def tokenize(task: Task, rows: list[dict], texts: list[str], args: Args) -> Resp
 
 
 def evaluate(models: Models, task: Task, args: Args) -> dict[str, float]:
-    """Mean rewards of a response to each held-out prompt; for reviews, also the human's taste."""
+    """Mean rewards of a response to each prompt of the evaluation; for reviews, also the human's taste."""
     if not task.eval_prompts:
         return {}
     rows = task.eval_prompts[RANK::PROCESSES]
@@ -665,8 +666,7 @@ def learn_to_write(actor: GPT, task: Task, write: Callable, learning_rate: float
         log_probs, _ = token_log_probs(actor, batch, temperature=1.0)
         return -(log_probs * batch.mask).sum() / batch.mask.sum()
 
-    loss = fit(actor, compute_loss, 600, learning_rate)
-    print(f"supervised learning: {loss:.2f} nats per token", flush=True)
+    fit(actor, compute_loss, 600, learning_rate, "supervised learning")
 
 
 def learn_from_comparisons(models: Models, task: Task, args: Args) -> None:
@@ -692,13 +692,12 @@ def learn_from_comparisons(models: Models, task: Task, args: Args) -> None:
         scores = models.reward_model(batch).gather(1, batch.mask.sum(1, keepdim=True))
         return -F.logsigmoid(scores[:64] - scores[64:]).mean()
 
-    loss = fit(models.reward_model, compute_loss, 3 * len(task.comparisons) // 64, 1e-3)
+    fit(models.reward_model, compute_loss, 3 * len(task.comparisons) // 64, 1e-3, "reward model")
     models.reward_model.requires_grad_(False)
-    print(f"reward model: {loss:.2f} nats per comparison", flush=True)
 
 
-def fit(network: nn.Module, compute_loss: Callable[[], Tensor], steps: int, learning_rate: float) -> float:
-    """Minimise a loss of random batches by Adam. Returns the last loss."""
+def fit(network: nn.Module, compute_loss: Callable, steps: int, learning_rate: float, name: str) -> None:
+    """Minimise a loss of random batches by Adam."""
     optimizer = Adam(network.requires_grad_(True).parameters(), learning_rate, fused=True)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = learning_rate * min((step + 1) / 40, 1 - step / steps)
@@ -707,7 +706,7 @@ def fit(network: nn.Module, compute_loss: Callable[[], Tensor], steps: int, lear
         loss.backward()
         clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
-    return loss.item()
+    print(f"{name}: loss {loss.item():.2f}", flush=True)
 
 
 # ------------------------------------------------- Models of transformers ----------------------------------

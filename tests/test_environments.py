@@ -10,6 +10,9 @@ import torch
 import user_envs
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from helpers import CONTINUOUS, DISCRETE, call, checkpoint_in, each_script, load, run
+from torch import nn
+
+import ppo
 
 SPACES = "vector", "discrete", "dict", "image"
 
@@ -150,3 +153,34 @@ def test_train_raises(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="--num-envs must be positive"):
             case.script.train(case.make_args(num_envs=0))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_wrappers_of_an_environment_with_a_vector_version(monkeypatch):
+    """What a user puts around CartPole in make_env trains, too."""
+    make_env = ppo.make_env
+
+    def wrapped(args, **kwargs):
+        return gym.wrappers.TransformReward(make_env(args, **kwargs), lambda reward: 3 * reward)
+
+    monkeypatch.setattr(ppo, "make_env", wrapped)
+    envs = ppo.make_envs(ppo.Args(num_envs=2))
+    envs.reset(seed=0)
+    assert envs.step(np.zeros(2, int))[1].tolist() == [3, 3]
+
+
+@each_script
+def test_a_loaded_policy_drops_nothing(case, tmp_path, monkeypatch):
+    """Dropout is off where a policy is loaded."""
+
+    class Agent(case.script.Agent):
+        def policy(self, obs):
+            return nn.functional.dropout(super().policy(obs), 0.9, self.training)
+
+    monkeypatch.setattr(case.script, "Agent", Agent)
+    env = gym.make("CartPole-v1" if case is DISCRETE else "Pendulum-v1")
+    args = case.make_args()
+    agent = case.make_agent(args, obs_space=env.observation_space, num_actions=2 if case is DISCRETE else 1)
+    torch.save({"args": vars(args), "agent": agent.state_dict()}, tmp_path / "checkpoint.pt")
+    policy = case.script.load_policy(tmp_path / "checkpoint.pt", env)
+    obs = [env.observation_space.sample() for _ in range(50)]
+    assert [policy(x).tolist() for x in obs] == [policy(x).tolist() for x in obs]

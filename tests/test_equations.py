@@ -285,9 +285,9 @@ def test_scale_rewards(gamma, garbage):
 # adjust_coefficients
 
 
-def adjusted(args, state, **metrics):
+def adjusted(args, state, kl=None, entropy=0.0):
     """The coefficients of the next iteration."""
-    state.metrics = metrics
+    state.kl, state.entropy = kl, entropy
     ppo.adjust_coefficients(state, args)
     return [state.learning_rate, state.clip_coef, state.kl_coef, state.ent_coef]
 

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 import user_envs
 from helpers import CONTINUOUS, DISCRETE, call, checkpoint_in, curves, each_script, load, run
 
@@ -61,7 +62,10 @@ def test_curves(case, tmp_path):
 
 
 def test_a_metric_of_ones_own(tmp_path, monkeypatch):
-    """What a changed loss adds to the metrics is a curve; a name with a slash is its whole tag."""
+    """What a changed loss adds to the metrics is a curve; a name with a slash is its whole tag.
+
+    It may be a number of NumPy: a checkpoint can be loaded all the same.
+    """
     monkeypatch.chdir(tmp_path)
     args = DISCRETE.make_args(env_id=DISCRETE.walk)
     agent, state = DISCRETE.make_agent(args), DISCRETE.make_state(args)
@@ -69,9 +73,11 @@ def test_a_metric_of_ones_own(tmp_path, monkeypatch):
     names = "kl", "grad_norm", "clipfrac", "explained_variance", "critic_error", "entropy"
     for step in (100, 200):
         state.global_step = step
-        metrics = dict.fromkeys(names, 1.0) | {"mine": step / 10, "charts/mine": step / 100}
+        metrics = dict.fromkeys(names, 1.0) | {"mine": np.float32(step / 10), "charts/mine": step / 100}
         writer.log(metrics, [(5.0, 10)])
+    writer.save()
     writer.writer.close()
+    torch.load(checkpoint_in(tmp_path), weights_only=True)
     (folder,) = tmp_path.glob("runs/*")
     data = curves(folder)
     assert data["losses/mine"] == {100: 10, 200: 20}
@@ -113,7 +119,6 @@ HEALTHY = {
 ROWS = [  # iterations, metrics that give the advice, changes of which each keeps it silent
     (1, {"kl": 1.1}, [{"kl": 0.9}]),
     (5, {"kl": 0.07}, [{"kl": 0.04}]),
-    (10, {"clipfrac": 0.41}, [{"clipfrac": 0.39}]),
     (20, {"kl": 9e-7}, [{"kl": 1.1e-6}, {"progress": 0.6}]),
     (20, {"explained_variance": -0.01}, [
         {"explained_variance": 0.01}, {"explained_variance": np.nan}, {"critic_error": 0.09},
@@ -127,12 +132,12 @@ LAST = {
 
 
 @each_script
-@pytest.mark.parametrize("row", range(6))
+@pytest.mark.parametrize("row", range(5))
 def test_advice(case, row):
     """It is given when its condition has held so many times in a row, once; and else it is silent."""
     iterations, bad, silent = [*ROWS, LAST[case]][row]
     advice, text = case.script.ADVICE, case.script.ADVICE[row][2]
-    assert len(advice) == 6
+    assert len(advice) == 5
 
     def said(streaks, *metrics):
         """How often the text is given."""
