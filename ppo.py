@@ -188,7 +188,7 @@ def compute_gae(
         A_t = δ_t + γλ (1 - (terminated_t ∨ truncated_t)) A_{t+1}
         return_t = A_t + V(s_t), the critic's target
 
-    Both kinds of end stop the sum, but at a time limit (truncated) V(s_{t+1}) still counts ([Limits], §3.2).
+    Both kinds of end stop the sum, but at a time limit (truncated) V(s_{t+1}) still counts ([Limits]).
     So row t+1 of `values` [T+1, N] must be the value of the state that step t led to, even where it ended the
     episode. All other tensors are [T, N].
     """

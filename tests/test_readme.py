@@ -265,10 +265,9 @@ def test_no_other_metric_is_documented(folder):
 
 
 def test_set_up_and_ci_run_the_same_tests():
-    """CI installs the `dev` extra and runs the test command that CONTRIBUTING.md gives."""
-    contributing = PAGES["CONTRIBUTING.md"]
+    """CI installs the extras and runs the test command that CONTRIBUTING.md gives."""
     ci = (ROOT / ".ci" / "run").read_text()
-    assert 'pip install -e ".[dev]"' in contributing
-    assert "python -m pytest\n" in contributing
-    assert "pip\" install --quiet -e '.[dev]'" in ci
+    assert 'pip install -e ".[dev,trl]"' in PAGES["CONTRIBUTING.md"]
+    assert "python -m pytest\n" in PAGES["CONTRIBUTING.md"]
+    assert "pip\" install --quiet -e '.[dev,trl]'" in ci
     assert '/python" -m pytest\n' in ci
