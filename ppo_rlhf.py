@@ -804,6 +804,7 @@ def log(writer: SummaryWriter | None, episodes: int, metrics: dict[str, float], 
         return
     for name, value in metrics.items():
         writer.add_scalar(name, value, episodes)
+    writer.flush()  # a thread writes them, which does not outlive the process
     with open(Path(writer.log_dir, "completions.jsonl"), "a", encoding="utf-8") as file:
         for values in zip(*samples.values(), strict=True):
             sample = {"episodes": episodes} | dict(zip(samples, values, strict=True))
