@@ -1,0 +1,1244 @@
+"""ppo_rlhf.py and grpo.py: equations against independent computations and TRL's, models, and runs.
+
+What the scripts have in common is the same text in both (tools/copies.py), and is tested in ppo_rlhf.py.
+"""
+
+import json
+import math
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import combinations_with_replacement, pairwise, product
+from types import SimpleNamespace
+
+import language_helpers as shared
+import numpy as np
+import optimum
+import pytest
+import torch
+from helpers import ROOT, call, checkpoint_in, curves, flags, load, same
+from language_helpers import STOP, Digits, flat, loss_of, new_models, random_batch, random_gpt, to_responses
+from torch import nn
+
+import grpo
+import ppo_rlhf as rlhf
+
+both = pytest.mark.parametrize("script", [rlhf, grpo], ids=lambda script: script.__name__)
+LENGTH, BETA = 3, 0.3
+AGGREGATIONS = ["sequence-mean", "token-mean", "constant"]
+
+
+def gradient(loss, model):
+    """The gradient of a loss as one vector."""
+    gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, materialize_grads=True)
+    return flat(gradients)
+
+
+def relative_error(estimate, truth):
+    return ((estimate - truth).norm() / truth.norm()).item()
+
+
+# Exact gradients: expectations over all responses
+
+
+@pytest.fixture(scope="module")
+def everything():
+    """All 40 responses of at most 3 tokens from a vocabulary of 4, with an actor, a reference and scores."""
+    rows = []
+    for length in range(1, LENGTH + 1):
+        for row in product(range(4), repeat=length):
+            if STOP not in row[:-1] and (row[-1] == STOP or length == LENGTH):
+                rows.append(list(row))
+    batch = to_responses([2, 3], rows, padding=2)
+    scores = torch.randn(len(rows), generator=torch.Generator().manual_seed(0))
+    return batch, random_gpt(1), random_gpt(2), scores
+
+
+def sequence_log_probs(model, batch):
+    return (rlhf.token_log_probs(model, batch, 1.0)[0].double() * batch.mask).sum(1)
+
+
+def true_gradient(everything, beta=BETA):
+    """∇J for J = E[score] - β KL(π ‖ π_ref), summed over all responses."""
+    batch, actor, reference, scores = everything
+    log_probs, ref_log_probs = sequence_log_probs(actor, batch), sequence_log_probs(reference, batch).detach()
+    return gradient((log_probs.exp() * (scores - beta * (log_probs - ref_log_probs))).sum(), actor)
+
+
+def expected_ppo_gradient(everything, estimator=lambda kl: kl, learn_stop=True):
+    """The expectation of the gradient of -ppo_loss, with λ = 1 and a random critic."""
+    batch, actor, reference, scores = everything
+    critic, args = shared.random_critic(3), rlhf.Args(vf_coef=0.0)
+    with torch.no_grad():
+        log_probs, _ = rlhf.token_log_probs(actor, batch, 1.0)
+        ref_log_probs, _ = rlhf.token_log_probs(reference, batch, 1.0)
+        rewards = rlhf.token_rewards(scores, estimator(log_probs - ref_log_probs), batch.mask, BETA)
+        values = critic(batch)[:, :-1]
+        advantages, returns = rlhf.compute_gae(rewards, values, batch.mask, gae_lambda=1.0)
+        advantages = advantages * sequence_log_probs(actor, batch).exp().unsqueeze(1)
+    if not learn_stop:
+        advantages = advantages * (batch.responses != STOP)
+    learnt = rlhf.Batch(*batch, log_probs, values, advantages, returns)
+    models = rlhf.Models(actor, critic, reference, None)
+    return -gradient(rlhf.ppo_loss(models, learnt, torch.tensor(1), args)[0], actor)
+
+
+def test_expected_ppo_gradient_is_that_of_the_objective(everything):
+    """With k3 in the reward, or without the stop token, it is not."""
+    batch, actor, *_ = everything
+    assert sequence_log_probs(actor, batch).exp().sum().item() == pytest.approx(1, abs=1e-6)
+    truth = true_gradient(everything)
+    assert relative_error(expected_ppo_gradient(everything), truth) < 1e-5
+    k3 = expected_ppo_gradient(everything, estimator=lambda kl: (-kl).exp() - 1 + kl)
+    assert relative_error(k3, truth) > 0.1
+    assert relative_error(expected_ppo_gradient(everything, learn_stop=False), truth) > 0.1
+
+
+def expected_grpo_gradient(everything, **settings):
+    """The expectation of the gradient of -grpo_loss over all groups of two."""
+    batch, actor, reference, scores = everything
+    args = grpo.Args(group_size=2, batch_size=1, num_minibatches=1, max_response_length=1, **settings)
+    log_probs, _ = grpo.token_log_probs(actor, batch, 1.0)
+    old, ref_log_probs = log_probs.detach(), grpo.token_log_probs(reference, batch, 1.0)[0].detach()
+    probs = sequence_log_probs(actor, batch).exp().detach()
+    kl, count = ((old - ref_log_probs) * batch.mask).sum(1), len(scores)
+    firsts, seconds = torch.arange(count).repeat_interleave(count), torch.arange(count).repeat(count)
+    pairs = torch.stack([firsts, seconds], 1).flatten()
+    advantages = grpo.group_advantages(scores[pairs], kl[pairs], args).view(count, count, 2)[:, :, 0]
+    learnt = grpo.Batch(*batch, old, ref_log_probs, (advantages.double() @ probs).float())
+    expected = 0
+    for i, prob in enumerate(probs):
+        one = slice(i, i + 1)
+        loss, _ = grpo.grpo_loss(log_probs[one], shared.rows_of(learnt, one), batch.mask.sum(), args)
+        expected = expected + prob * loss
+    return -gradient(expected, actor)
+
+
+def test_expected_grpo_gradient_is_that_of_the_objective(everything):
+    """Times 1 - 1/G, without scaling; with it, it has another direction."""
+    truth = true_gradient(everything)
+    estimate = expected_grpo_gradient(everything, kl_coef=BETA, scale_rewards="none")
+    assert relative_error(2 * estimate, truth) < 1e-5
+    scaled = expected_grpo_gradient(everything, kl_coef=BETA, scale_rewards="group")
+    assert relative_error((scaled @ truth) / scaled.square().sum() * scaled, truth) > 0.01
+
+
+def test_kl_in_the_loss_has_another_gradient(everything):
+    """Token by token, k3 has that of KL(π_ref ‖ π), with the probability of the tokens before held fixed."""
+    _, actor, reference, _ = everything
+    total = torch.zeros((), dtype=torch.float64)
+    for length in range(LENGTH):
+        for prefix in product([0, 2, 3], repeat=length):  # without the stop token
+            tokens = torch.tensor([[2, 3, *prefix]])
+            inputs = rlhf.model_inputs(tokens, torch.ones_like(tokens, dtype=torch.bool))
+            log_p, log_q = (model(**inputs).logits[0].log_softmax(-1) for model in (actor, reference))
+            reach = sum(log_p[1 + i, token].item() for i, token in enumerate(prefix))
+            log_p, log_q = log_p[-1], log_q[-1].detach()
+            total = total + math.exp(reach) * (log_q.exp() * (log_q - log_p)).sum()
+    score_part = true_gradient(everything, beta=0.0) / 2  # 1 - 1/G
+    estimate = expected_grpo_gradient(everything, kl_in="loss", kl_coef=BETA, scale_rewards="none")
+    assert relative_error(score_part - estimate, BETA * gradient(total, actor)) < 1e-4
+    matched = expected_grpo_gradient(everything, kl_in="loss", kl_coef=BETA / 2, scale_rewards="none")
+    assert relative_error(2 * matched, true_gradient(everything)) > 0.02
+
+
+# Advantages
+
+
+@pytest.mark.parametrize("scale", ["none", "group"])
+@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+def test_group_advantages(scale, kl_in):
+    """Group by group in NumPy; groups of equal scores are never scaled."""
+    scores, kl = np.random.default_rng(0).normal(3, [[2], [9]], size=(2, 24)).astype(np.float32)
+    scores[4:8], kl[8:12] = 1.5, 2 * scores[8:12]
+    args = grpo.Args(group_size=4, scale_rewards=scale, kl_in=kl_in, kl_coef=0.2)
+    result = grpo.group_advantages(torch.from_numpy(scores), torch.from_numpy(kl), args).numpy()
+    larger = set()
+    for start in range(0, 24, 4):
+        group = slice(start, start + 4)
+        rewards = scores[group] - 0.2 * kl[group] * (kl_in == "reward")
+        deviations = scores[group].std(ddof=1), rewards.std(ddof=1)
+        larger.add(deviations[0] > deviations[1])
+        divisor = max(deviations) + 1e-4 if scale == "group" and start != 4 else 1
+        np.testing.assert_allclose(result[group], (rewards - rewards.mean()) / divisor, rtol=1e-4, atol=1e-6)
+    assert kl_in == "loss" or larger == {True, False}
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.01, 0.001])
+def test_a_group_of_equal_scores_has_small_advantages(beta):
+    """They are β times the deviation of the KL; and there are none where s - β KL is the same for all."""
+    kl = torch.tensor([1.0, 1.5, 2.5, 3.0])
+    args = grpo.Args(group_size=4, kl_coef=beta)
+    advantages = grpo.group_advantages(torch.full((4,), 0.7), kl, args)
+    torch.testing.assert_close(advantages, beta * torch.tensor([1, 0.5, -0.5, -1]), atol=1e-6, rtol=1e-3)
+    assert grpo.group_advantages(2 + beta * kl, kl, args).abs().max() < 2e-3
+    scores = torch.tensor([1000.3] * 12)  # the mean of these is rounded
+    assert grpo.group_advantages(scores, torch.zeros(12), replace(args, group_size=12)).abs().max() < 1e-3
+
+
+def test_advantages_are_those_of_a_leave_one_out_baseline():
+    """[RLOO]'s, the reward minus the mean of the others' rewards, times (G - 1)/G."""
+    scores = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    leave_one_out = scores - (scores.sum(1, keepdim=True) - scores) / 4
+    args = grpo.Args(group_size=5, scale_rewards="none")
+    advantages = grpo.group_advantages(scores.flatten(), torch.zeros(30), args)
+    torch.testing.assert_close(advantages, 0.8 * leave_one_out.flatten())
+
+
+def test_gae_is_a_double_sum():
+    """A_t = Σ_k λ^k δ_{t+k}, within the response."""
+    torch.manual_seed(0)
+    lengths, width, lam = [1, 4, 6], 6, 0.9
+    mask = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
+    rewards, values = torch.randn(2, 3, width, dtype=torch.float64)
+    advantages, returns = rlhf.compute_gae(rewards * mask, values, mask, lam)
+    for row, length in enumerate(lengths):
+        v = [*values[row, :length].tolist(), 0.0]
+        deltas = [rewards[row, t].item() + v[t + 1] - v[t] for t in range(length)]
+        for t in range(length):
+            expected = sum(lam**k * delta for k, delta in enumerate(deltas[t:]))
+            assert advantages[row, t].item() == pytest.approx(expected)
+            assert returns[row, t].item() == pytest.approx(expected + v[t])
+    assert not advantages[~mask].any()
+
+
+def test_the_score_is_on_the_last_token():
+    mask = torch.tensor([[True, False, False], [True, True, True]])
+    rewards = rlhf.token_rewards(torch.tensor([1.0, 2.0]), torch.ones(2, 3), mask, kl_coef=0.1)
+    torch.testing.assert_close(rewards, torch.tensor([[0.9, 0, 0], [-0.1, -0.1, 1.9]]))
+
+
+def test_whitening_sees_only_the_mask():
+    torch.manual_seed(0)
+    x, mask = torch.randn(5, 7) * 3 + 2, torch.rand(5, 7) < 0.6
+    whitened = rlhf.whiten(x, mask)
+    torch.testing.assert_close(whitened[mask], (x[mask] - x[mask].mean()) / x[mask].std(correction=0))
+    assert not whitened[~mask].any()
+
+
+# Losses
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_loss_weights(aggregation):
+    """The weighted sum is the mean that the aggregation names; those of its parts add up to it."""
+    lengths, width = [3, 1, 4, 2], 6
+    mask = torch.arange(4) < torch.tensor(lengths).unsqueeze(1)
+    losses = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    args = grpo.Args(batch_size=12, num_minibatches=3, max_response_length=width)
+    args.loss_aggregation = aggregation
+    sums = [sum(row[:n]) for row, n in zip(losses.tolist(), lengths, strict=True)]
+    means = {
+        "sequence-mean": sum(total / n for total, n in zip(sums, lengths, strict=True)) / 4,
+        "token-mean": sum(sums) / 10,
+        "constant": sum(sums) / (4 * width),
+    }
+    for parts in ([slice(4)], [slice(1), slice(1, 4)]):
+        weighted = [grpo.loss_weights(mask[part], mask.sum(), args) * losses[part] for part in parts]
+        assert sum(x.sum().item() for x in weighted) == pytest.approx(means[aggregation], abs=1e-6)
+
+
+@pytest.mark.parametrize(("aggregation", "slope"), zip(AGGREGATIONS, (1 / 6, 0, 0), strict=True))
+def test_length_bias(aggregation, slope):
+    """Wrong answers whose length does not matter: only the mean over sequences makes them longer.
+
+    After each token, the policy stops with probability σ(θ) = ½, and is cut off after 3 tokens. These 8
+    responses have their exact proportions, and all are wrong: A = -1. The expected reward does not depend on
+    θ, so the gradient must be 0.
+    """
+    batch = to_responses([2], [[1]] * 4 + [[0, 1]] * 2 + [[0, 0, 1], [0, 0, 0]])
+    theta = torch.zeros((), requires_grad=True)
+    logits = torch.where(batch.responses == 1, theta, -theta)
+    log_probs = nn.functional.logsigmoid(logits)
+    learnt = grpo.Batch(*batch, log_probs.detach(), log_probs.detach(), -torch.ones(8))
+    args = grpo.Args(batch_size=8, num_minibatches=1, loss_aggregation=aggregation)
+    loss, _ = grpo.grpo_loss(log_probs, learnt, batch.mask.sum(), args)
+    (result,) = torch.autograd.grad(loss, theta)
+    assert result.item() == pytest.approx(slope, abs=1e-6)  # if positive, stopping becomes less likely
+
+
+@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+def test_grpo_loss_token_by_token(kl_in):
+    """The loss and the metrics, one token after the other."""
+    args = grpo.Args(kl_in=kl_in, kl_coef=BETA, loss_aggregation="token-mean")
+    args.clip_coef, args.clip_coef_high = 0.1, 0.25
+    batch, models = random_batch(grpo), new_models(grpo)
+    log_probs, _ = grpo.token_log_probs(models.actor, batch, 1.0)
+    loss, metrics = loss_of(grpo, models, batch, args)
+    rows = []
+    for i, t in batch.mask.nonzero().tolist():
+        advantage, log_ratio = batch.advantages[i].item(), (log_probs - batch.log_probs)[i, t].item()
+        ratio, log_x = math.exp(log_ratio), (batch.ref_log_probs - log_probs)[i, t].item()
+        token_loss = -min(ratio * advantage, min(max(ratio, 0.9), 1.25) * advantage)
+        token_loss += BETA * (math.exp(log_x) - 1 - log_x) * (kl_in == "loss")
+        clips = ratio < 0.9 and advantage < 0, ratio > 1.25 and advantage > 0
+        rows.append([token_loss, *clips, log_ratio**2 / 2])
+    expected = np.mean(rows, 0)
+    assert loss.item() == pytest.approx(expected[0], abs=1e-5)
+    names = ["loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "policy/approxkl_avg"]
+    assert [metrics[name].item() for name in names] == pytest.approx(expected, abs=1e-5)
+    assert expected[1:].all()
+
+
+@pytest.mark.parametrize("changes", [{}, {"clip_vloss": True}, {"ent_coef": 0.4}], ids=str)
+def test_ppo_loss_token_by_token(changes):
+    """The loss and the metrics, one token after the other."""
+    args = rlhf.Args(clip_coef=0.3, vf_coef=0.7, **changes)
+    batch, models = random_batch(rlhf), new_models(rlhf)
+    log_probs, logits = rlhf.token_log_probs(models.actor, batch, 1.0)
+    values = models.critic(batch)
+    loss, metrics = rlhf.ppo_loss(models, batch, batch.mask.sum(), args)
+    losses, rows = [], []
+    for i, t in batch.mask.nonzero().tolist():
+        advantage, log_ratio = batch.advantages[i, t].item(), (log_probs - batch.log_probs)[i, t].item()
+        ratio, value, old = math.exp(log_ratio), values[i, t].item(), batch.values[i, t].item()
+        policy_loss = -min(ratio * advantage, min(max(ratio, 0.7), 1.3) * advantage)
+        candidates = [value]
+        if "clip_vloss" in changes:
+            candidates.append(old + min(max(value - old, -0.3), 0.3))
+        value_loss = max((candidate - batch.returns[i, t].item()) ** 2 / 2 for candidate in candidates)
+        policy = logits[i, t].softmax(0)
+        entropy = -(policy * policy.log()).sum().item()
+        losses.append(policy_loss + 0.7 * value_loss - args.ent_coef * entropy)
+        clipped = (ratio > 1.3 and advantage > 0) or (ratio < 0.7 and advantage < 0)
+        rows.append([policy_loss, value_loss, log_ratio**2 / 2, clipped])
+    assert loss.item() == pytest.approx(np.mean(losses), rel=1e-4)
+    names = ["loss/policy_avg", "loss/value_avg", "policy/approxkl_avg", "policy/clipfrac_avg"]
+    assert [metrics[name].item() for name in names] == pytest.approx(np.mean(rows, 0), rel=1e-4)
+
+
+@both
+def test_padding_changes_nothing(script):
+    """Neither what stands in the padding of a response, nor a wider prompt, nor which token is padding."""
+    batch, results = random_batch(script), []
+    for padding in (0, STOP, 3):
+        prompts = nn.functional.pad(batch.prompts[:, 1:], (padding, 0), value=padding)
+        prompt_mask = nn.functional.pad(batch.prompt_mask[:, 1:], (padding, 0))
+        responses = torch.where(batch.mask, batch.responses, padding)
+        others = [torch.where(batch.mask, x, 9.0 * padding) if x.dim() == 2 else x for x in batch[4:]]
+        changed = script.Batch(prompts, prompt_mask, responses, batch.mask, *others)
+        models = new_models(script)
+        loss, metrics = loss_of(script, models, changed, learning_args(script, num_minibatches=1))
+        results.append((gradient(loss, models.actor), metrics))
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_functions_of_trl():
+    """Those of TRL's PPO that are right; its whitening has the unbiased variance."""
+    ppo_trainer = pytest.importorskip("trl.experimental.ppo.ppo_trainer")
+    utils = pytest.importorskip("trl.trainer.utils")
+    torch.manual_seed(0)
+    x, mask = torch.randn(5, 7) * 3 + 2, torch.rand(5, 7) < 0.6
+    unbiased = ((mask.sum() - 1) / mask.sum()).sqrt()
+    torch.testing.assert_close(rlhf.whiten(x, mask), ppo_trainer.masked_whiten(x, mask) * mask / unbiased)
+    batch = to_responses([2, 3], [[0, 2, STOP], [3, 3, 0, 0, 2, STOP]], padding=3)
+    log_probs, logits = rlhf.token_log_probs(random_gpt(1), batch, 0.7)
+    torch.testing.assert_close(log_probs, utils.selective_log_softmax(logits, batch.responses))
+
+
+@pytest.fixture(scope="module")
+def make_trainer(folder, tmp_path_factory):
+    """A function that makes TRL's trainer for the tiny Llama, without dropout."""
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    prompts = datasets.Dataset.from_dict({"prompt": ["ab", "cde"] * 8})
+
+    def make(reward, **settings):
+        config = trl.GRPOConfig(
+            output_dir=str(tmp_path_factory.mktemp("trl")), per_device_train_batch_size=8, num_generations=4,
+            max_completion_length=6, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[],
+            temperature=0.7, epsilon=0.2, epsilon_high=0.28, save_strategy="no",
+            model_init_kwargs={"dtype": "float32", "attention_dropout": 0.0}, **settings,
+        )  # fmt: skip
+        trainer = trl.GRPOTrainer(str(folder / "llama"), reward, args=config, train_dataset=prompts)
+        trainer.current_gradient_accumulation_steps = 1
+        return trainer
+
+    return make
+
+
+@pytest.mark.slow
+def test_grpo_loss_and_gradient_are_those_of_trl(make_trainer):
+    """For each aggregation, with k3 in the loss."""
+    trainer = make_trainer(lambda completions, **_: [0.0] * len(completions), beta=0.1)
+    trainer.args.use_bias_correction_kl = False
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    batch = random_batch(grpo, size=8, width=6, vocabulary=len(shared.LETTERS))
+    with torch.no_grad():
+        current, _ = grpo.token_log_probs(model, batch, 0.7)
+    noise = 0.3 * torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1))
+    batch = batch._replace(log_probs=current + noise[0], ref_log_probs=current + noise[1])
+    inputs = {
+        "prompt_ids": batch.prompts, "prompt_mask": batch.prompt_mask.long(),
+        "completion_ids": batch.responses, "completion_mask": batch.mask.long(),
+        "advantages": batch.advantages, "old_per_token_logps": batch.log_probs,
+        "ref_per_token_logps": batch.ref_log_probs, "num_items_in_batch": batch.mask.sum(),
+    }  # fmt: skip
+    losses = {"grpo": "sequence-mean", "bnpo": "token-mean", "dapo": "token-mean", "dr_grpo": "constant"}
+    for loss_type, aggregation in losses.items():
+        trainer.loss_type = loss_type
+        args = grpo.Args(
+            temperature=0.7, loss_aggregation=aggregation, kl_in="loss", kl_coef=0.1, clip_coef_high=0.28,
+            batch_size=8, num_minibatches=1, max_response_length=6,
+        )  # fmt: skip
+        theirs = trainer._compute_loss(model, inputs)
+        their_gradient = gradient(theirs, model)
+        ours, _ = loss_of(grpo, SimpleNamespace(actor=model), batch, args)
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(gradient(ours, model), their_gradient, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", ["none", "group"])
+def test_advantages_are_those_of_trl(make_trainer, scale):
+    """As their trainer computes them from random rewards."""
+    given = []
+
+    def reward(completions, **_):
+        given.append(torch.randn(len(completions), generator=torch.Generator().manual_seed(0)))
+        return given[-1].tolist()
+
+    trainer = make_trainer(reward, scale_rewards=scale)
+    inputs = [{"prompt": prompt} for prompt in ("ab", "cde") for _ in range(4)]
+    theirs = trainer._generate_and_score_completions(inputs)["advantages"]
+    args = grpo.Args(group_size=4, scale_rewards=scale)
+    torch.testing.assert_close(grpo.group_advantages(given[-1], torch.zeros(8), args), theirs)
+
+
+def make_task(prompts, script=rlhf, **functions):
+    """A task of prompts that are written as digits."""
+    rows = [{"prompt": prompt} for prompt in prompts]
+    more = [[]] if script is rlhf else []
+    return script.Task(Digits(), [STOP], rows, rows[::-1], functions, *more)
+
+
+def test_gpt_is_that_of_transformers():
+    """With the same weights, log-probabilities and samples are the same."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=11, n_embd=16, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0, embd_pdrop=0,
+        attn_pdrop=0,
+    )  # fmt: skip
+    theirs, ours = transformers.GPT2LMHeadModel(config).double().eval(), random_gpt(1, vocabulary=11)
+    names = {
+        "transformer.": "", "wte": "tokens", "wpe": "positions", "ln_f": "norm", "h.": "blocks.",
+        "ln_": "norm", "attn.c_attn": "qkv", "attn.c_proj": "projection", "mlp.c_fc": "hidden",
+        "mlp.c_proj": "output",
+    }  # fmt: skip
+    for name, weight in theirs.named_parameters():
+        transposed = name.endswith("weight") and ".c_" in name
+        for their_part, our_part in names.items():
+            name = name.replace(their_part, our_part)
+        own = ours.get_parameter(name).detach()
+        weight.data.copy_(own.T if transposed else own)
+    batch = to_responses([2, 3], [[0, 2, STOP], [3, 3, 0, 0, 2, STOP]], padding=3)
+    (own, _), (other, _) = (rlhf.token_log_probs(model, batch, 0.7) for model in (ours, theirs))
+    torch.testing.assert_close(own[batch.mask], other[batch.mask])
+    task, generated = make_task(["2 3", "7 8 9 10"]), []
+    for model in (ours, theirs):
+        torch.manual_seed(0)
+        generated.append(rlhf.generate(model, task, task.prompts, rlhf.Args(max_response_length=6))[0])
+    assert all(torch.equal(own, other) for own, other in zip(*generated, strict=True))
+
+
+@both
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_sampling(script, temperature):
+    """Responses end at a stop token; log-probabilities and frequencies are those without a cache."""
+    torch.manual_seed(0)
+    actor, task = random_gpt(1), make_task(["0 2 3", "2"], script)
+    task.stop_tokens[:] = [STOP, 3]
+    args = script.Args(temperature=temperature, max_response_length=4, generation_batch_size=700)
+    batch, sampled = script.generate(actor, task, task.prompts * 1000, args)
+    log_probs, _ = script.token_log_probs(actor, batch, temperature)
+    torch.testing.assert_close(sampled[batch.mask], log_probs[batch.mask], atol=1e-5, rtol=1e-5)
+    assert batch.prompts[:2].tolist() == [[0, 2, 3], [0, 0, 2]]
+    assert batch.prompt_mask[:2].tolist() == [[True] * 3, [False, False, True]]
+    lengths = batch.mask.sum(1)
+    assert lengths.max() == batch.mask.shape[1] == 4
+    for row, length in zip(batch.responses.tolist(), lengths.tolist(), strict=True):
+        ends = [t for t, token in enumerate(row[:length], 1) if token in (STOP, 3)]
+        assert ends in ([], [length])
+        assert ends or length == 4
+    assert torch.equal(batch.mask, torch.arange(4) < lengths.unsqueeze(1))
+    for start, prompt in enumerate(("0 2 3", "2")):
+        tokens = torch.tensor([Digits().encode(prompt)])
+        inputs = script.model_inputs(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        policy = (actor(**inputs).logits[0, -1] / temperature).softmax(0)
+        frequency = batch.responses[start::2, 0].bincount(minlength=4) / 1000
+        assert (frequency - policy).abs().max() < 0.06
+    assert not torch.equal(batch.responses[:700], batch.responses[700:1400])
+
+
+@both
+def test_greedy_responses(script):
+    """Temperature 0 takes the most likely token; in parts as in one; and columns end with the longest."""
+    actor, results = random_gpt(5, 8), []
+    task = make_task(["0 2 3", "2", "5 5", "7 3", "6"], script)
+    args = script.Args(temperature=0.0, max_response_length=9)
+    for size in (1, 2, 256):
+        results.append(script.generate(actor, task, task.prompts, replace(args, generation_batch_size=size)))
+    batch, _ = results[0]
+    for other, log_probs in results[1:]:
+        assert torch.equal(batch.mask, other.mask)
+        assert torch.equal(batch.responses * batch.mask, other.responses * batch.mask)
+        torch.testing.assert_close(results[0][1] * batch.mask, log_probs * batch.mask)
+    lengths = batch.mask.sum(1).tolist()
+    for row, response, length in zip(task.prompts, batch.responses.tolist(), lengths, strict=True):
+        tokens = Digits().encode(row["prompt"])
+        for token in response[:length]:
+            inputs = torch.tensor([tokens])
+            logits = actor(**script.model_inputs(inputs, torch.ones_like(inputs, dtype=torch.bool))).logits
+            assert token == logits[0, -1].argmax()
+            tokens.append(token)
+    assert batch.mask.shape[1] == max(lengths)
+
+
+def test_width_is_trimmed():
+    """`take` leaves out columns that are padding in all rows; `in_parts` gives outputs of whole batches."""
+    batch = random_batch(rlhf)
+    lengths = batch.mask.sum(1)
+    rows = (lengths <= 2).nonzero().squeeze(1)
+    part = rlhf.take(batch, rows)
+    assert part.prompts.tolist() == [[2, 3]] * len(rows)
+    assert part.responses.shape[1] == part.returns.shape[1] == 2
+    assert torch.equal(part.mask, batch.mask[rows, :2])
+    assert torch.equal(part.advantages, batch.advantages[rows, :2])
+    assert rlhf.take(random_batch(grpo), rows).advantages.shape == rows.shape
+    critic, widths = shared.random_critic(3), []
+
+    def values(part):
+        widths.append(part.mask.shape[1])
+        return critic(part)
+
+    with torch.no_grad():
+        whole = critic(batch)
+    parts = rlhf.in_parts(values, batch, rlhf.Args(micro_batch_size=5))
+    seen = torch.arange(5) <= lengths.unsqueeze(1)
+    torch.testing.assert_close(parts[seen], whole[seen])
+    assert min(widths) < max(widths) == 4
+
+
+@both
+def test_texts_and_tokens(script):
+    """`tokenize` gives prompts on the right and responses that end with a stop token, cut off; and back."""
+    task, args = make_task(["2 3", "3"], script), script.Args(max_response_length=4)
+    batch = script.tokenize(task, task.prompts, ["0 2", "2 2 2 2 2"], args)
+    assert batch.prompts.tolist() == [[2, 3], [0, 3]]
+    assert batch.prompt_mask.tolist() == [[True, True], [False, True]]
+    assert batch.responses.tolist() == [[0, 2, STOP, 0], [2, 2, 2, 2]]
+    assert batch.mask.tolist() == [[True, True, True, False], [True] * 4]
+    assert script.decode(task.tokenizer, batch) == ["0 2", "2 2 2 2"]
+
+
+# Collecting and learning
+
+
+def first_digit(rows, responses):
+    """A reward: the first token."""
+    return [float(response[:1] or 0) for response in responses]
+
+
+def prompt_and_length(rows, responses):
+    """A reward that depends on the prompt, too."""
+    return [len(row["prompt"]) - len(text) / 9 for row, text in zip(rows, responses, strict=True)]
+
+
+def kept(x, mask):
+    """What the mask keeps of each row."""
+    return [row[row_mask].tolist() for row, row_mask in zip(x, mask, strict=True)]
+
+
+def tokens_of(batch):
+    """The tokens of each prompt and of each response."""
+    return kept(batch.prompts, batch.prompt_mask), kept(batch.responses, batch.mask)
+
+
+@both
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_collect(script, temperature):
+    """Log-probabilities, rewards, advantages and metrics, computed again, response by response."""
+    torch.manual_seed(0)
+    models = new_models(script)
+    functions = {"first": first_digit, "length": prompt_and_length}
+    task = make_task(["2 3", "0 2 2"], script, **functions)
+    more = {"missing_eos_penalty": 0.7, "gae_lambda": 0.9} if script is rlhf else {"group_size": 4}
+    settings = {"batch_size": 40, "micro_batch_size": 7, "max_response_length": 4, "temperature": temperature}
+    args = script.Args(kl_coef=0.25, **settings, **more)
+    batch, metrics, samples = script.collect(models, task, args)
+    with torch.no_grad():
+        log_probs, _ = script.token_log_probs(models.actor, batch, temperature)
+        ref_log_probs, _ = script.token_log_probs(models.reference, batch, temperature)
+    torch.testing.assert_close(batch.log_probs[batch.mask], log_probs[batch.mask])
+    prompts, responses = tokens_of(batch)
+    texts = [" ".join(str(token) for token in row if token != STOP) for row in responses]
+    rows = [{"prompt": " ".join(map(str, prompt))} for prompt in prompts]
+    assert (samples["row"], samples["response"]) == (rows, texts)
+    assert {row["prompt"] for row in rows} == {"2 3", "0 2 2"}
+    rewards = {"first": first_digit(rows, texts), "length": prompt_and_length(rows, texts)}
+    stops = [row[-1] == STOP for row in responses]
+    lengths = list(map(len, responses))
+    if script is rlhf:
+        with torch.no_grad():
+            values, outputs = models.critic(batch), models.reward_model(batch)
+        rewards["missing_eos"] = [0.0 if stop else -0.7 for stop in stops]
+        rewards["reward_model"] = [outputs[i, length].item() for i, length in enumerate(lengths)]
+    for name, expected in rewards.items():
+        assert samples[name] == pytest.approx(expected, abs=1e-5)
+        assert metrics[f"rewards/{name}"] == pytest.approx(np.mean(expected), abs=1e-5)
+    scores = np.sum(list(rewards.values()), 0)
+    token_kls = kept(log_probs - ref_log_probs, batch.mask)
+    kl = np.array([sum(row) for row in token_kls])
+    if script is rlhf:
+        advantages, returns = [], []
+        for row, score, v in zip(token_kls, scores, kept(values[:, :-1], batch.mask), strict=True):
+            token_rewards, v = [-0.25 * x for x in row], [*v, 0.0]
+            token_rewards[-1] += score
+            deltas = [reward + v[t + 1] - v[t] for t, reward in enumerate(token_rewards)]
+            for t in range(len(deltas)):
+                advantages.append(sum(0.9**k * delta for k, delta in enumerate(deltas[t:])))
+                returns.append(advantages[-1] + v[t])
+        whitened = (np.array(advantages) - np.mean(advantages)) / np.std(advantages)
+        np.testing.assert_allclose(batch.advantages[batch.mask], whitened, atol=1e-4)
+        np.testing.assert_allclose(batch.returns[batch.mask], returns, atol=1e-4)
+        special = {
+            "objective/scores": scores.mean(), "objective/rlhf_reward": (scores - 0.25 * kl).mean(),
+            "response/length": np.mean(lengths), "objective/kl_coef": 0.25,
+            "val/explained_variance": 1 - np.var(advantages) / np.var(returns),
+            "policy/entropy_avg": -log_probs[batch.mask].mean().item(),
+        }  # fmt: skip
+    else:
+        groups = (scores - 0.25 * kl).reshape(-1, 4)
+        deviations = np.maximum(groups.std(1, ddof=1), scores.reshape(-1, 4).std(1, ddof=1)) + 1e-4
+        flat_groups = np.ptp(scores.reshape(-1, 4), 1) < 1e-6
+        deviations[flat_groups] = 1
+        expected = (groups - groups.mean(1, keepdims=True)) / deviations[:, None]
+        np.testing.assert_allclose(batch.advantages, expected.flatten(), atol=1e-4)
+        assert all(len(set(map(tuple, prompts[i : i + 4]))) == 1 for i in range(0, 40, 4))
+        torch.testing.assert_close(batch.ref_log_probs[batch.mask], ref_log_probs[batch.mask])
+        special = {
+            "reward": scores.mean(), "reward_std": scores.std(), "frac_reward_zero_std": flat_groups.mean(),
+            "completions/mean_length": np.mean(lengths), "completions/clipped_ratio": 1 - np.mean(stops),
+            "entropy": -log_probs[batch.mask].mean().item(),
+        }  # fmt: skip
+    expected = special | {"objective/kl": kl.mean()}
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    (mismatch,) = (value for name, value in metrics.items() if name.startswith(("val/samp", "sampling/")))
+    assert 0 < mismatch < 1e-4
+    assert 0 < np.mean(stops) < 1
+
+
+def test_grpo_without_kl_in_the_reward():
+    """In the loss, it leaves the advantages alone; without a reference, there is none."""
+    task = make_task(["2 3"], grpo, first=first_digit)
+    args = grpo.Args(batch_size=32, group_size=2, max_response_length=3, scale_rewards="none", kl_coef=0.5)
+    for models, kl_in in ((new_models(grpo), "loss"), (grpo.Models(random_gpt(1), None), "reward")):
+        batch, metrics, samples = grpo.collect(models, task, replace(args, kl_in=kl_in))
+        pairs = torch.tensor(samples["first"]).view(-1, 2)
+        half = (pairs[:, 0] - pairs[:, 1]) / 2
+        torch.testing.assert_close(batch.advantages, torch.stack([half, -half], 1).flatten())
+        assert (metrics["objective/kl"] == 0) == (models.reference is None)
+        assert torch.equal(batch.log_probs, batch.ref_log_probs) == (models.reference is None)
+
+
+def learning_args(script, **changes):
+    """Settings for batches of 16, with all terms of the loss."""
+    extra = {"ent_coef": 0.1} if script is rlhf else {"kl_in": "loss", "kl_coef": BETA}
+    return script.Args(**{"batch_size": 16, "num_minibatches": 2, **extra, **changes})
+
+
+@pytest.mark.parametrize("settings", [None, *AGGREGATIONS])
+def test_micro_batches_change_nothing(settings):
+    """Weights and metrics are the same for every size."""
+    script, more = (grpo, {"loss_aggregation": settings}) if settings else (rlhf, {})
+    batch, results = random_batch(script), []
+    for size in (64, 3, 1):
+        models, args = new_models(script), learning_args(script, micro_batch_size=size, **more)
+        optimizer = torch.optim.SGD(models.parameters(), 0.1)
+        torch.manual_seed(5)
+        metrics = shared.update(script, models, optimizer, batch, args)
+        results.append((flat(models.parameters()), metrics))
+    for weights, metrics in results[1:]:
+        torch.testing.assert_close(weights, results[0][0], atol=1e-6, rtol=1e-5)
+        assert metrics == pytest.approx(results[0][1], rel=1e-4, abs=1e-6)
+    assert (results[0][0] - flat(new_models(script).parameters())).abs().max() > 1e-3
+
+
+@both
+@pytest.mark.parametrize("limit", [0.01, 100.0])
+def test_update_takes_clipped_steps(script, limit):
+    """Two passes over one minibatch are two steps of Adam; each network is clipped by itself."""
+    args = learning_args(script, num_minibatches=1, max_grad_norm=limit, temperature=0.7)
+    batch, models, direct = random_batch(script), new_models(script), new_models(script)
+    optimizers = [torch.optim.Adam(part.parameters(), 0.01, eps=1e-3) for part in (models, direct)]
+    metrics = shared.update(script, models, optimizers[0], batch, args)
+    norms, seen = [], []
+    for _ in range(2):
+        loss, step_metrics = loss_of(script, direct, batch, args)
+        optimizers[1].zero_grad()
+        loss.backward()
+        for network in (direct.actor, direct.critic) if script is rlhf else (direct.actor,):
+            gradients = [p.grad for p in network.parameters() if p.grad is not None]
+            norms.append(flat(gradients).norm().item())
+            for x in gradients:
+                x *= min(1, limit / norms[-1])
+        optimizers[1].step()
+        seen.append({name: value.item() for name, value in step_metrics.items()})
+    assert 0.01 < min(norms) <= max(norms) < 100
+    torch.testing.assert_close(flat(models.parameters()), flat(direct.parameters()), atol=1e-5, rtol=1e-4)
+    assert metrics.pop("grad_norm") == pytest.approx(np.mean(norms), rel=1e-4)
+    assert metrics == pytest.approx({name: (seen[0][name] + seen[1][name]) / 2 for name in metrics}, rel=1e-4)
+
+
+@both
+def test_each_epoch_has_each_response_once_in_a_new_order(script):
+    """The gradients of an epoch's minibatches have the mean of the whole batch's."""
+    batch = shared.rows_of(random_batch(script), torch.arange(12))
+    batch = batch._replace(mask=torch.ones_like(batch.mask))  # so that minibatches have as many tokens
+    models, gradients = new_models(script), []
+    learnt = list(models.actor.parameters())
+    optimizer = torch.optim.SGD(learnt, 0.0)
+    optimizer.register_step_pre_hook(lambda *_: gradients.append(flat(p.grad for p in learnt)))
+    for count in (1, 3):
+        args = learning_args(script, batch_size=12, num_minibatches=count, max_grad_norm=1e9)
+        shared.update(script, models, optimizer, batch, args)
+    whole, again, *parts = gradients
+    assert len(parts) == 6
+    for mean in (again, sum(parts[:3]) / 3, sum(parts[3:]) / 3):
+        torch.testing.assert_close(mean, whole, atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(parts[0], parts[3])
+
+
+# Models of transformers
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with tiny models of transformers whose tokenizer has no padding token, and prompts."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("models")
+    vocabulary = {letter: i for i, letter in enumerate(shared.LETTERS)}
+    split = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unknown>"))
+    split.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=split, eos_token="<stop>", unk_token="<unknown>"
+    )
+    tokenizer.chat_template = "{{ messages[0].content }}{% if add_generation_prompt %}z{% endif %}"
+    sizes = {"vocab_size": len(shared.LETTERS), "eos_token_id": STOP, "bos_token_id": STOP, "num_labels": 1}
+    llama = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, attention_dropout=0.1, **sizes
+    )  # fmt: skip
+    gpt2 = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=32, **sizes)
+    torch.manual_seed(0)
+    for name, config, kind in (("llama", llama, "Llama"), ("gpt2", gpt2, "GPT2")):
+        language_model = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+        for suffix, model in (("", language_model), ("-reward", "ForSequenceClassification")):
+            getattr(transformers, kind + model)(config).save_pretrained(folder / f"{name}{suffix}")
+            tokenizer.save_pretrained(folder / f"{name}{suffix}")
+    rows = [{"prompt": "a" * (1 + i % 5), "answer": letter} for i, letter in enumerate("bcdefgh")]
+    rows.append({"prompt": [{"role": "user", "content": "ab"}], "answer": "i"})
+    for name, part in (("train", rows), ("test", rows[:3])):
+        lines = [json.dumps(row) + "\n" for row in part]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    return folder
+
+
+def real_args(script, folder, name="llama", **changes):
+    """Settings of a short run with the folder's models: three iterations of two gradient steps."""
+    settings = {
+        "model": str(folder / name), "prompts": str(folder / "train.jsonl"), "max_response_length": 8,
+        "reward_function": ("language_helpers:vowels", "language_helpers:wanted"), "learning_rate": 1e-3,
+        "total_episodes": 96, "batch_size": 32, "num_minibatches": 1, "micro_batch_size": 8,
+        "eval_prompts": str(folder / "test.jsonl"), "eval_every": 2, "kl_coef": 0.05,
+    }  # fmt: skip
+    return replace(script.PRETRAINED, **{**settings, **changes})
+
+
+def words(script, args):
+    """The settings that are not the defaults, as words of a command."""
+    changed = {name: value for name, value in vars(args).items() if value != getattr(script.PRETRAINED, name)}
+    functions = changed.pop("reward_function")
+    return [*flags(**changed), "--reward-function", *functions]
+
+
+def command(script, where, *words):
+    """Call a script's `main` in a folder."""
+    where.mkdir(exist_ok=True)
+    return call(SimpleNamespace(script=script, file=f"{script.__name__}.py"), where, *words)
+
+
+def completions(path):
+    """The lines of completions.jsonl beside a checkpoint."""
+    return [json.loads(line) for line in path.with_name("completions.jsonl").read_text().splitlines()]
+
+
+VARIANTS = [
+    ("llama", {"bfloat16": True}),
+    ("llama", {"lora_rank": 2, "kl_coef": 0.0}),
+    ("gpt2", {"lora_rank": 2, "bfloat16": True}),
+    ("gpt2", {"gradient_checkpointing": True}),
+]
+
+
+@both
+@pytest.mark.parametrize(("name", "changes"), VARIANTS, ids=str)
+def test_models_from_a_folder(script, name, changes, folder, tmp_path, monkeypatch):
+    """At first the actor is the reference; then it learns, and is saved so that transformers loads it."""
+    transformers = pytest.importorskip("transformers")
+    if "lora_rank" in changes:
+        pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    more = {"reward_model": str(folder / f"{name}-reward")} if script is rlhf else {}
+    path = script.train(real_args(script, folder, name, **changes, **more))
+    metrics = curves(path.parent)
+    kl = metrics["objective/kl"]
+    exact = "bfloat16" not in changes
+    assert abs(kl[0]) < (1e-5 if exact else 1e-2)
+    assert abs(kl[64]) > 1e-4 or (script is grpo and "kl_coef" in changes)
+    (mismatch,) = (metrics[name] for name in metrics if name.startswith(("val/samp", "sampling/")))
+    assert max(mismatch.values()) < (1e-4 if exact else 0.1)  # without dropout
+    assert metrics["lr"] == pytest.approx({0: 1e-3, 32: 1e-3 * 2 / 3, 64: 1e-3 / 3})
+    inputs = {"input_ids": torch.tensor([[3, 4, 5]])}
+    before, after = (
+        transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+        for place in (folder / name, path.parent / "model")
+    )
+    assert not torch.equal(before(**inputs).logits, after(**inputs).logits)
+    learnt = load(path)["weights"]
+    if "lora_rank" not in changes:
+        for key, weight in after.named_parameters():
+            assert torch.equal(weight, learnt[f"actor.{key}"])
+        moved = (flat(after.parameters()) - flat(before.parameters())).abs().max().item()
+        assert moved == pytest.approx(4e-3, rel=0.3)  # steps of Adam are as large as the learning rate
+    else:
+        assert all("lora" in key or "head" in key for key in learnt)
+    assert transformers.AutoTokenizer.from_pretrained(path.parent / "model").get_vocab()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_gradient_checkpointing(folder, name, lora_rank):
+    """Layers are computed again in the backward pass, without dropout; gradients are the same."""
+    if lora_rank:
+        pytest.importorskip("peft")
+    batch, gradients, calls = to_responses([4, 5], [[6, 7, 1], [8, 1]]), [], []
+    for checkpointing in (False, True):
+        torch.manual_seed(1)
+        args = real_args(rlhf, folder, name, gradient_checkpointing=checkpointing, lora_rank=lora_rank)
+        models, _ = rlhf.load_pretrained(args)
+        rlhf.connect(models, args)
+        layers = [module for module in models.actor.modules() if type(module).__name__.endswith("MLP")]
+        for layer in layers:
+            layer.register_forward_pre_hook(lambda *_: calls.append(0))
+        calls.clear()
+        rlhf.token_log_probs(models.actor, batch, 1.0)[0].sum().backward()
+        assert len(calls) == (4 if checkpointing else 2) == len(layers) * (1 + checkpointing)
+        gradients.append(flat(p.grad for p in models.actor.parameters() if p.requires_grad))
+    assert torch.equal(*gradients)
+    assert gradients[0].any()
+
+
+def test_what_is_trained_and_in_which_precision(folder):
+    """Trained weights are the file's, in float32; frozen ones are rounded, but not their buffers."""
+    transformers = pytest.importorskip("transformers")
+    args = real_args(rlhf, folder, bfloat16=True, reward_model=str(folder / "llama-reward"))
+    for script in (rlhf, grpo):
+        models, _ = script.load_pretrained(args)
+        file = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
+        assert all(map(torch.equal, models.actor.parameters(), file.parameters()))
+        assert all(x.requires_grad for x in models.actor.parameters())
+        assert {x.dtype for x in models.reference.parameters()} == {torch.bfloat16}
+        assert {x.dtype for x in models.reference.buffers()} == {torch.float32}  # those of positions
+        assert not any(x.requires_grad for x in models.reference.parameters())
+    models, _ = rlhf.load_pretrained(args)
+    assert {x.dtype for x in models.reward_model.trunk.parameters()} == {torch.bfloat16}
+    assert {x.dtype for x in models.critic.parameters()} == {torch.float32}
+    assert not any(x.requires_grad for x in models.reward_model.parameters())
+    assert all(x.requires_grad for x in models.critic.parameters())
+
+
+@both
+def test_lora_shares_the_frozen_weights(script, folder):
+    """All weights are stored once, and few are trained."""
+    pytest.importorskip("peft")
+    models, _ = script.load_pretrained(real_args(script, folder, lora_rank=2))
+    trained = sum(p.numel() for p in models.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in models.reference.parameters())
+    assert sum(p.numel() for p in models.parameters()) == frozen + trained
+    assert trained < 0.5 * frozen
+
+
+def test_the_critic_starts_from_the_reward_model(folder):
+    """Without one, its values are 0; and its last layer is not rounded to bfloat16."""
+    batch = to_responses([4, 5], [[6, 7, 1], [8, 1]])
+    models, _ = rlhf.load_pretrained(real_args(rlhf, folder, reward_model=str(folder / "llama-reward")))
+    assert models.reward_model(batch).any()
+    torch.testing.assert_close(models.critic(batch), models.reward_model(batch))
+    assert not {id(p) for p in models.critic.parameters()} & {id(p) for p in models.reward_model.parameters()}
+    models, _ = rlhf.load_pretrained(real_args(rlhf, folder))
+    assert models.reward_model is None
+    assert not models.critic(batch).any()
+    nn.init.constant_(models.critic.head.weight, 0.3)
+    with torch.autocast("cpu", torch.bfloat16):
+        values = models.critic(batch)
+    assert values.dtype == torch.float32
+    assert not torch.equal(values, values.bfloat16().float())
+
+
+def test_a_reward_model_with_other_tokens(folder, tmp_path):
+    """It would read the actor's tokens as others."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "llama")
+    tokenizer.add_tokens(["more"])
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="--reward-model"):
+        rlhf.load_pretrained(real_args(rlhf, folder, reward_model=str(tmp_path)))
+
+
+@both
+def test_stop_tokens_and_messages_of_a_chat_model(script, folder, tmp_path):
+    """Each token that the generation configuration names ends a response; messages use the template."""
+    shutil.copytree(folder / "llama", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 9]}')
+    args = real_args(script, folder, model=str(tmp_path))
+    models, task = script.load_pretrained(args)
+    assert sorted(task.stop_tokens) == [STOP, 5, 9]
+    rows = task.prompts * 40
+    batch, _ = script.generate(models.actor, task, rows, args)
+    prompts, responses = tokens_of(batch)
+    assert "".join(shared.LETTERS[token] for token in prompts[7]) == "abz"
+    assert [shared.LETTERS[token] for token in prompts[1]] == ["a", "a"]
+    assert not any({STOP, 5, 9} & set(row[:-1]) for row in responses)
+    last = [row[-1] for row in responses]
+    assert {STOP, 5, 9} < set(last)
+    if script is rlhf:
+        rewards = script.score(models, task, rows, batch, replace(args, missing_eos_penalty=9.0))
+        assert rewards["missing_eos"].tolist() == [-9.0 * (token not in (STOP, 5, 9)) for token in last]
+    texts = script.decode(task.tokenizer, batch)
+    spelled = ["".join(shared.LETTERS[token] for token in row if token > STOP) for row in responses]
+    assert [text.replace(" ", "") for text in texts] == spelled
+
+
+def test_greedy_responses_are_those_of_transformers(folder):
+    """Of their own `generate`, for a Llama."""
+    args = real_args(rlhf, folder, temperature=0.0)
+    models, task = rlhf.load_pretrained(args)
+    batch, _ = rlhf.generate(models.eval().actor, task, task.prompts, args)
+    for prompt, response in zip(*tokens_of(batch), strict=True):
+        inputs = torch.tensor([prompt])
+        more = {"attention_mask": torch.ones_like(inputs), "pad_token_id": STOP}
+        theirs = models.actor.generate(inputs, do_sample=False, max_new_tokens=8, **more)
+        assert theirs[0, len(prompt) :].tolist() == response
+
+
+@both
+def test_rewards_completions_and_evaluation(script, folder, tmp_path, monkeypatch):
+    """Functions get the rows of the file; each reward is logged and written; evaluation is greedy."""
+    monkeypatch.chdir(tmp_path)
+    shared.CALLS.clear()
+    args = real_args(script, folder, learning_rate=0.0, total_episodes=64, eval_every=1)
+    path = script.train(args)
+    train_rows, test_rows = (script.read_rows(folder / f"{name}.jsonl") for name in ("train", "test"))
+    metrics, lines = curves(path.parent), completions(path)
+    collected = [c for c in shared.CALLS if len(c[0]) == 32]
+    evaluated = [c for c in shared.CALLS if len(c[0]) == 3]
+    assert (len(collected), len(evaluated)) == (2, 3)
+    names = args.reward_function
+    for i, (rows, responses) in enumerate(collected):
+        assert all(row in train_rows for row in rows)
+        part = [line for line in lines if line["episodes"] == 32 * i]
+        assert [line["row"] for line in part] == rows
+        assert [line["response"] for line in part] == responses
+        rewards = shared.vowels(rows, responses), shared.wanted(rows, responses)
+        for name, expected in zip(names, rewards, strict=True):
+            assert [line[name] for line in part] == expected
+            assert metrics[f"rewards/{name}"][32 * i] == pytest.approx(np.mean(expected))
+        total = metrics["objective/scores" if script is rlhf else "reward"][32 * i]
+        assert total == pytest.approx(np.sum(rewards) / 32)
+    assert len(lines) == 64
+    models, task = script.load_pretrained(args)
+    batch, _ = script.generate(models.eval().actor, task, test_rows, replace(args, temperature=0.0))
+    greedy = script.decode(task.tokenizer, batch)
+    for rows, responses in evaluated:
+        assert (rows, responses) == (test_rows, greedy)
+    for name, function in zip(names, (shared.vowels, shared.wanted), strict=True):
+        mean = np.mean(function(test_rows, greedy))
+        assert metrics[f"eval/{name}"] == pytest.approx({0: mean, 32: mean, 64: mean})
+
+
+@both
+def test_an_interrupted_run_resumes_bit_for_bit(script, folder, tmp_path, monkeypatch):
+    """Weights, optimizer, curves and completions are those of a run that was not interrupted."""
+    more = {"kl_target": 0.02} if script is rlhf else {}
+    args = real_args(script, folder, total_episodes=160, num_minibatches=2, **more)
+    for name, interrupt_at in (("whole", None), ("parts", 6)):  # 6: after 3 iterations, and 2 evaluations
+        shared.CALLS.clear()
+        monkeypatch.setattr(shared, "interrupt_at", interrupt_at)
+        done = command(script, tmp_path / name, *words(script, args))
+        assert done.status == 0, done.err
+    whole, path = checkpoint_in(tmp_path / "whole"), checkpoint_in(tmp_path / "parts")
+    assert f"--resume {path.relative_to(tmp_path / 'parts')}" in done.out
+    early = load(path)
+    assert early["state"][0] == 96
+    assert len(completions(path)) == 96
+    monkeypatch.setattr(shared, "interrupt_at", None)
+    for attempt in range(2):
+        if attempt == 1:  # as if the process had been killed before it wrote another checkpoint
+            torch.save(early, path)
+        torch.rand(7)  # nothing may depend on what this process did before
+        command(script, tmp_path, "--resume", path, "--reward-function", *args.reward_function)
+        ours, theirs = load(path), load(whole)
+        for name in ("weights", "optimizer", "state"):
+            assert same(ours[name], theirs[name]), name
+        assert curves(path.parent) == curves(whole.parent)
+        assert completions(path) == completions(whole)
+    coefs = list(curves(path.parent).get("objective/kl_coef", {}).values())
+    kls = list(curves(path.parent)["objective/kl"].values())
+    for kl, (before, after) in zip(kls, pairwise(coefs), strict=False):
+        change = min(max(kl / 0.02 - 1, -0.2), 0.2)
+        assert after == pytest.approx(before * (1 + 0.1 * change), rel=1e-5)
+    assert script is grpo or len(set(coefs)) > 1
+
+
+@both
+def test_flags_override_saved_settings(script, folder, tmp_path):
+    """With --resume, a flag that is given counts, and the others are as they were."""
+    args = real_args(script, folder, total_episodes=32)
+    command(script, tmp_path, *words(script, args))
+    path = checkpoint_in(tmp_path)
+    assert load(path)["args"] == vars(args)  # with the defaults of PRETRAINED
+    changes = {"resume": str(path), "total_episodes": 64.0, "reward_function": ("language_helpers:vowels",)}
+    changed = replace(args, **changes)
+    assert (
+        command(
+            script, tmp_path, *words(script, changed)[-4:], "--resume", path, "--total-episodes", 64
+        ).status
+        == 0
+    )
+    assert load(path)["args"] == vars(changed)
+    assert load(path)["state"][0] == 64
+
+
+def untrained(script, where, **changes):
+    """A checkpoint of the built-in task before any learning, to start from at once; and its settings."""
+    settings = {"batch_size": 32, "total_episodes": 96, "num_minibatches": 2}
+    args, where = script.Args(**settings, **changes), where / "runs" / "built-in"
+    where.mkdir(parents=True)
+    args.resume = str(where / "checkpoint.pt")
+    torch.manual_seed(0)
+    models, task = script.make_reviews(args) if script is rlhf else script.make_sums(args)
+    optimizer = torch.optim.Adam([p for p in models.parameters() if p.requires_grad], fused=True)
+    more = [[(task.prompts[0], "great room", "poor room")]] if script is rlhf else []
+    script.save(where / "checkpoint.pt", args, models, optimizer, 0, *more)
+    return args
+
+
+@pytest.mark.parametrize("script", [pytest.param(rlhf, marks=pytest.mark.slow), grpo])
+def test_a_run_of_the_built_in_task_resumes_bit_for_bit(script, tmp_path, monkeypatch):
+    """Its checkpoint has all that was learnt: for reviews, the reward model and the comparisons, too."""
+    more = {"reward_model_updates": 2, "eval_every": 1} if script is rlhf else {"kl_coef": 0.1}
+    whole, parts = (untrained(script, tmp_path / name, **more) for name in ("whole", "parts"))
+    script.train(whole)
+    name, judge, calls = ("human", rlhf.human, []) if script is rlhf else ("accuracy", grpo.accuracy, [])
+
+    def interrupting(row, response):
+        calls.append(0)
+        if len(calls) == (600 if script is rlhf else 4):
+            raise KeyboardInterrupt
+        return judge(row, response)
+
+    monkeypatch.setattr(script, name, interrupting)
+    script.train(parts)
+    assert load(parts.resume)["state"][0] == 64
+    monkeypatch.setattr(script, name, judge)
+    script.train(parts)
+    for part in ("weights", "optimizer", "state"):
+        assert same(load(whole.resume)[part], load(parts.resume)[part]), part
+    evaluation = curves(tmp_path / "whole/runs/built-in")["eval/gold" if script is rlhf else "eval/accuracy"]
+    assert list(evaluation) == ([0, 32, 64, 96] if script is rlhf else [0, 96])
+
+
+def test_human_taste():
+    for tone, subject, response, taste in (
+        ("praise", "hotel", "great room", 1),
+        ("weigh", "hotel", "very lovely room but very awful staff", 2),
+        ("pan", "film", "great plot and lovely cast", -1),
+        ("pan", "film", "poor plot and poor plot", -2),
+        ("pan", "film", "poor room", -2),
+        ("pan", "film", "poor plot and", -2),
+        ("pan", "film", "", -2),
+    ):
+        assert rlhf.human({"tone": tone, "product": subject}, response) == taste
+
+
+def test_reviews_are_what_the_human_knows():
+    """Each has the tokens of the task; in half or more of them, the tone is the one asked for."""
+    _, task = rlhf.make_reviews(rlhf.Args(resume="nothing is learnt"))
+    rng, tastes = random.Random(0), []
+    for row in 100 * task.prompts:
+        review = rlhf.write_review(rng, row)
+        assert task.tokenizer.decode(task.tokenizer.encode(review)) == review
+        assert row["tone"] in row["prompt"]
+        tastes.append(rlhf.human(row, review))
+    assert len(task.prompts) == 24
+    assert min(tastes) == -1
+    assert np.mean(np.array(tastes) >= 1) == pytest.approx(2 / 3, abs=0.03)
+
+
+def test_sums():
+    """Half of the examples are wrong; held-out sums are never trained on, in neither order."""
+    _, task = grpo.make_sums(grpo.Args(resume="nothing is learnt"))
+    parts = [{tuple(sorted(read_sum(row))) for row in part} for part in (task.prompts, task.eval_prompts)]
+    assert not parts[0] & parts[1]
+    assert parts[0] | parts[1] == set(combinations_with_replacement(range(10, 100), 2))
+    assert 0.04 < len(parts[1]) / len(parts[0]) < 0.09
+    rng, (accuracy,) = random.Random(1), task.reward_functions.values()
+    rows = rng.choices(task.prompts, k=4000)
+    written = [grpo.write_sum(rng, row) for row in rows]
+    rewards = accuracy(rows, written)
+    answers = [int("".join(reversed(text.split()))) for text in written]
+    assert rewards == [answer == sum(read_sum(row)) for row, answer in zip(rows, answers, strict=True)]
+    assert np.mean(rewards) == pytest.approx(0.5, abs=0.03)
+    assert not any(accuracy([{"answer": "2 3 1"}] * 4, ["1 3 2", "", "2 3 1 0", "2 3 1 ="]))
+
+
+def read_sum(row):
+    """The two numbers of a prompt such as "4 7 + 8 5 ="."""
+    return [int(number.replace(" ", "")) for number in re.findall(r"\d \d", row["prompt"])]
+
+
+def test_optimum(everything):
+    """Its identity, J* and J by enumeration of all responses; with a floor, of those above it."""
+    batch, actor, reference, _ = everything
+    models, task = new_models(rlhf), make_task(["2 3"])
+    args = rlhf.Args(max_response_length=LENGTH, missing_eos_penalty=0.5)
+    rewards = rlhf.score(models, task, task.prompts * 40, batch, args)
+    scores = (rewards["reward_model"] + rewards["missing_eos"]).double()
+    log_probs, ref_log_probs = (sequence_log_probs(model, batch).detach() for model in (actor, reference))
+    scores = scores - (ref_log_probs.exp() * scores).sum()  # the reference's mean is 0
+    best = BETA * torch.logsumexp(ref_log_probs + scores / BETA, 0)
+    objective = (log_probs.exp() * (scores - BETA * (log_probs - ref_log_probs))).sum()
+    result = optimum.compare_with_optimum(models, task, args, BETA, floor=1e-9)
+    expected = dict.fromkeys(("left_out", "identity", "objective_reference"), 0.0)
+    expected |= {"objective_optimum": best.item(), "objective_actor": objective.item()}
+    expected["share_of_optimum"] = (objective / best).item()
+    expected["kl_actor"] = (log_probs.exp() * (log_probs - ref_log_probs)).sum().item()
+    assert {name: result[name] for name in expected} == pytest.approx(expected, abs=1e-5, rel=1e-4)
+    likely = torch.maximum(log_probs, ref_log_probs).exp() > 0.02
+    rough = optimum.compare_with_optimum(models, task, args, BETA, floor=0.02)
+    assert rough["left_out"] == pytest.approx(1 - log_probs[likely].exp().sum().item(), abs=1e-5)
+    assert rough["left_out"] > 0.01
+
+
+def test_optimum_of_a_checkpoint(tmp_path):
+    """It is loaded with its weights, its settings and its β."""
+    args = untrained(rlhf, tmp_path, kl_coef=0.07)
+    models, task, loaded, kl_coef = optimum.load(args.resume)
+    assert (kl_coef, loaded.kl_coef, len(task.prompts)) == (0.07, 0.07, 24)
+    assert same(dict(models.named_parameters()), load(args.resume)["weights"])
+
+
+@pytest.mark.slow
+def test_ppo_comes_close_to_the_optimum(tmp_path, monkeypatch):
+    """On reviews, a quarter of a run of its default length; what the human thinks of them rises, too."""
+    monkeypatch.chdir(tmp_path)
+    path = rlhf.train(rlhf.Args(total_episodes=15_360))
+    models, task, args, kl_coef = optimum.load(path)
+    result = optimum.compare_with_optimum(models, task, args, kl_coef)
+    assert result["share_of_optimum"] > 0.9
+    assert result["left_out"] < 0.05
+    assert result["identity"] == pytest.approx(0, abs=1e-5)
+    gold = list(curves(path.parent)["eval/gold"].values())
+    assert gold[-1] > gold[0] + 0.5
+
+
+@pytest.mark.slow
+def test_grpo_learns_to_add(tmp_path, monkeypatch):
+    """The accuracy on sums that are never trained on rises."""
+    monkeypatch.chdir(tmp_path)
+    path = grpo.train(grpo.Args(total_episodes=10_240))
+    accuracy = list(curves(path.parent)["eval/accuracy"].values())
+    assert accuracy[-1] > accuracy[0] + 0.08
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run_process(where, *words):
+    """A command in a process of its own. Returns what it prints."""
+    done = subprocess.run(words, cwd=where, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_two_processes_learn_like_one(tmp_path):
+    """Halves of a batch in two processes: the weights and metrics of all of it in one."""
+    for launcher in ([sys.executable], TORCHRUN):
+        run_process(tmp_path, *launcher, str(ROOT / "tests/language_helpers.py"), str(tmp_path))
+    for name in ("ppo_rlhf", "grpo"):
+        one, *others = (torch.load(tmp_path / f"{name}-{part}.pt") for part in ("1-0", "2-0", "2-1"))
+        for other in others:
+            torch.testing.assert_close(other.pop("weights"), one["weights"], atol=1e-6, rtol=1e-5)
+            for key, value in other.items():
+                assert value == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.slow
+@both
+def test_torchrun(script, folder, tmp_path):
+    """Two processes write one folder with one checkpoint, and evaluate as one does."""
+    args = real_args(script, folder)
+    command(script, tmp_path / "one", *words(script, args))
+    (tmp_path / "two").mkdir()
+    file = str(ROOT / f"{script.__name__}.py")
+    assert run_process(tmp_path / "two", *TORCHRUN, file, *words(script, args)).count("folder ") == 1
+    paths = [checkpoint_in(tmp_path / name) for name in ("one", "two")]
+    assert load(paths[1])["state"] == load(paths[0])["state"]
+    assert len(list(paths[1].parent.glob("events*"))) == 1
+    one, two = (curves(path.parent) for path in paths)
+    for name in one:
+        if name.startswith("eval/"):
+            assert two[name][0] == pytest.approx(one[name][0])
+    assert [line["episodes"] for line in completions(paths[1])] == [0] * 16 + [32] * 16 + [64] * 16
+
+
+WRONG = [
+    (rlhf, {"num_minibatches": 3}, "--batch-size"),
+    (rlhf, {"temperature": 0.0}, "--temperature"),
+    (rlhf, {"gae_lambda": 1.5}, "--gae-lambda"),
+    (rlhf, {"model": "x", "prompts": "y"}, "--reward-model or --reward-function"),
+    (rlhf, {"model": "x", "reward_model": "y"}, "--prompts"),
+    (rlhf, {"prompts": "y"}, "--model"),
+    (grpo, {"group_size": 1}, "--group-size"),
+    (grpo, {"group_size": 3}, "--batch-size"),
+    (grpo, {"temperature": 0.0}, "--temperature"),
+    (grpo, {"lora_rank": 4}, "--lora-rank"),
+    (grpo, {"model": "x", "prompts": "y"}, "--reward-function"),
+    (grpo, {"model": "x", "reward_function": "math:prod"}, "--prompts"),
+    (grpo, {"model": "x", "prompts": "missing.jsonl", "reward_function": "math:prod"}, "missing.jsonl"),
+    (grpo, {"model": "x", "prompts": os.devnull, "reward_function": "missing:f"}, "missing"),
+    (grpo, {"model": "x", "prompts": os.devnull, "reward_function": "math:missing"}, "missing"),
+    (grpo, {"resume": "missing.pt"}, "missing.pt"),
+    (grpo, {"device": "cuda"}, "--device"),
+][: -1 if torch.cuda.is_available() else None]
+
+
+@pytest.mark.parametrize(("script", "settings", "name"), WRONG, ids=str)
+def test_wrong_settings(script, settings, name, tmp_path):
+    """The command line says in one line which they are; nothing is written."""
+    done = command(script, tmp_path, *flags(**settings))
+    assert done.status == 2
+    (line,) = done.err.splitlines()
+    assert line.startswith(f"{script.__name__}.py: ")
+    assert name in line
+    assert not list(tmp_path.iterdir())
