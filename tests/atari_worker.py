@@ -1,16 +1,17 @@
 """A process of a test in test_atari.py, which torchrun may start: `python atari_worker.py <folder>`."""
 
+import os
 import sys
 from pathlib import Path
 
 import torch
-from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 from helpers import ATARI, weights  # noqa: E402
-from test_atari import make_agent, make_args, make_rollout  # noqa: E402
+from test_atari import Scripted, make_agent, make_args, make_rollout, make_scripted  # noqa: E402
 
 import ppo_atari as ppo  # noqa: E402
 
@@ -31,11 +32,20 @@ def learn(**changes):
     return weights(agent), metrics, int(optimizer.state[agent.actor.weight]["step"])
 
 
+def keep(optimizer, *_):
+    """Keep the weights after a gradient step."""
+    kept["weights"] = torch.cat([x.detach().flatten() for x in optimizer.param_groups[0]["params"]])
+
+
 torch.set_num_threads(1)
+os.chdir(sys.argv[1])
 torch.optim.Adam([torch.zeros(1)])  # before `connect`, as in `train`
 rank, processes = ppo.connect(make_args())
-results = [learn(update_epochs=2)]
-results.append(learn(update_epochs=4, target_kl=1.0001 * results[0][1]["kl"]))
-torch.save(results, Path(sys.argv[1], f"{processes}-{rank}.pt"))
-if processes > 1:
-    dist.destroy_process_group()
+learnt = [learn(update_epochs=2)]
+learnt.append(learn(update_epochs=4, target_kl=1.0001 * learnt[0][1]["kl"]))
+kept = {"learnt": learnt}
+ppo.make_envs, ppo.connect = make_scripted, lambda args: (rank, processes)  # which can connect only once
+register_optimizer_step_post_hook(keep)
+ppo.train(make_args(num_envs=2, total_timesteps=40, update_epochs=1, eval_episodes=2))
+kept["seed"], kept["actions"] = Scripted.resets[0]
+torch.save(kept, f"{processes}-{rank}.pt")

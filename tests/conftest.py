@@ -22,10 +22,9 @@ def trained(tmp_path_factory):
     def get(case):
         if case not in runs:
             folder = tmp_path_factory.mktemp(repr(case))
-            printed = helpers.run(case, folder).out
-            runs[case] = SimpleNamespace(
-                folder=folder, checkpoint=helpers.checkpoint_in(folder), printed=printed
-            )
+            printed, path = helpers.run(case, folder).out, helpers.checkpoint_in(folder)
+            seeds = helpers.user_envs.LOG["seeds"][:4]
+            runs[case] = SimpleNamespace(folder=folder, checkpoint=path, printed=printed, seeds=seeds)
         return runs[case]
 
     return get

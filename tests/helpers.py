@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 import user_envs
 from gymnasium import spaces
@@ -158,15 +157,6 @@ class Discrete(Case):
         old, new = torch.log_softmax(logits[0], -1), torch.log_softmax(logits[0] + 0.4 * logits[1], -1)
         return old, new, chosen
 
-    def numpy_log_prob(self, policy, action):
-        return policy[action]
-
-    def numpy_entropy(self, policy):
-        return -np.exp(policy) @ policy
-
-    def numpy_kl(self, old, new):
-        return np.exp(old) @ (old - new)
-
 
 class Continuous(Case):
     """A policy is a vector of means, then log standard deviations."""
@@ -201,21 +191,6 @@ class Continuous(Case):
         old = torch.cat([scale * numbers[0], numbers[1].clamp(-3, 1)], -1)
         new = torch.cat([scale * numbers[0] + 0.2 * numbers[2], old[:, actions:] + 0.2 * numbers[3]], -1)
         return old, new, scale * numbers[0] + old[:, actions:].exp() * numbers[4]
-
-    def numpy_log_prob(self, policy, action):
-        mean, log_std = np.split(policy, 2)
-        return scipy.stats.multivariate_normal.logpdf(action, mean, np.diag(np.exp(2 * log_std)))
-
-    def numpy_entropy(self, policy):
-        mean, log_std = np.split(policy, 2)
-        return scipy.stats.multivariate_normal.entropy(mean, np.diag(np.exp(2 * log_std)))
-
-    def numpy_kl(self, old, new):
-        """½ (tr Σ⁻¹Σ_old + (μ - μ_old)ᵀ Σ⁻¹ (μ - μ_old) - A + log (det Σ / det Σ_old))"""
-        (old_mean, old_log_std), (mean, log_std) = np.split(old, 2), np.split(new, 2)
-        inverse = np.diag(np.exp(-2 * log_std))
-        spread = np.trace(inverse @ np.diag(np.exp(2 * old_log_std))) - 2 * (old_log_std - log_std).sum()
-        return 0.5 * (spread + (mean - old_mean) @ inverse @ (mean - old_mean) - len(mean))
 
 
 DISCRETE, CONTINUOUS = Discrete(ppo), Continuous(ppo_continuous)
@@ -347,7 +322,7 @@ def same(a, b):
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else repr(a) == repr(b)
 
 
-def curves(folder):
+def curves(folder, left_out=("charts/SPS",)):
     """A run's curves by tag, and by step; a step that is there twice fails. The speed is left out."""
     files = sorted(folder.glob("events*"), key=lambda path: path.stat().st_mtime_ns)
     for i, path in enumerate(files):  # TensorBoard orders them by name, which has the second they began in
@@ -356,6 +331,6 @@ def curves(folder):
     for tag in log.Tags()["scalars"]:
         steps = [event.step for event in log.Scalars(tag)]
         assert steps == sorted(set(steps)), f"{tag} has a step twice, or goes back"
-        if tag != "charts/SPS":
+        if tag not in left_out:
             found[tag] = {event.step: event.value for event in log.Scalars(tag)}
     return found

@@ -12,6 +12,7 @@ import cv2
 import gymnasium as gym
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
@@ -141,18 +142,20 @@ LIVES = (0, 3, 0, 0), (5, 3, 0, 0), (-2, 2, 0, 0), (7, 2, 0, 0), (0, 1, 0, 0), (
 class Scripted(gym.vector.VectorEnv):
     """Games that follow scripts of (reward, lives, terminated, truncated). Images show the step.
 
-    They reset in the step after an end, as the ALE's do, and keep the actions that reach them.
+    They reset in the step after an end, as the ALE's do. The second game pays twice the rewards, and so on.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
     single_action_space = spaces.Discrete(5)
+    resets = []  # noqa: RUF012 - the seed of each, and a list of the actions that follow
 
     def __init__(self, *scripts):
         self.scripts, self.num_envs = scripts, len(scripts)
 
-    def reset(self, **_):
+    def reset(self, seed=None, **_):
         self.at, self.over = np.full(self.num_envs, -1), np.zeros(self.num_envs, bool)
-        self.actions = []
+        self.games, self.actions = np.ones(self.num_envs), []
+        self.resets.append((seed, self.actions))
         return self.images(), {"lives": np.full(self.num_envs, 3)}
 
     def images(self):
@@ -162,12 +165,13 @@ class Scripted(gym.vector.VectorEnv):
     def step(self, actions):
         self.actions.append(actions.tolist())
         self.at = np.where(self.over, -1, self.at + 1)
+        self.games += self.over
         rows = [
             (0, 3, 0, 0) if at < 0 else script[at] for at, script in zip(self.at, self.scripts, strict=True)
         ]
         rewards, lives, terminated, truncated = (np.array(column) for column in zip(*rows, strict=True))
         self.over = terminated.astype(bool) | truncated.astype(bool)
-        return self.images(), rewards.astype(float), terminated > 0, truncated > 0, {"lives": lives}
+        return self.images(), rewards * self.games, terminated > 0, truncated > 0, {"lives": lives}
 
 
 def scripted(*scripts, button=1, clip_rewards=True):
@@ -225,6 +229,17 @@ def test_a_rollout_continues_where_the_last_ended():
         log_policy, values = agent(rollout.obs.flatten(0, 1))
     torch.testing.assert_close(rollout.values.flatten(), values)
     torch.testing.assert_close(rollout.policies.flatten(0, 1), log_policy[:-2])
+
+
+def test_actions_are_samples_of_the_policy():
+    """Of one that is the same for all images."""
+    policy, args = torch.tensor([0.6, 0.25, 0.1, 0.04, 0.01]), make_args(num_envs=50, num_steps=40)
+    envs, rollout = scripted(*[LIVES] * 50), ppo.Rollout(args, 5)
+    envs.reset()
+    torch.manual_seed(0)
+    ppo.collect_rollout(envs, lambda obs: (policy.log(), torch.zeros(50)), rollout, args)
+    counts = np.bincount(rollout.actions.flatten(), minlength=5)
+    assert scipy.stats.chisquare(counts, policy * 2000).pvalue > 1e-4
 
 
 def test_unclipped_rewards_and_no_fire():
@@ -313,6 +328,20 @@ def test_a_batch():
     assert metrics["kl"] == pytest.approx((np.exp(old) * (old - new)).sum(-1).mean(), rel=1e-3)
 
 
+def test_minibatches():
+    """Each epoch permutes all rows."""
+    args = make_args(update_epochs=2)
+    agent = make_agent(args)
+    rollout, seen = make_rollout(args, agent), []
+    agent.register_forward_pre_hook(lambda _, inputs: seen.extend(inputs[0].flatten(1).double().mean(1)))
+    learn(agent, rollout, args)
+    first, second, _ = torch.stack(seen).split([32, 32, 16])  # the last are for the KL divergence
+    rows = rollout.obs[:-1].flatten(0, 1).flatten(1).double().mean(1)
+    assert not torch.equal(first, second)
+    for epoch in (first, second):
+        assert torch.equal(epoch.sort()[0], rows.sort()[0])
+
+
 def test_what_filler_rows_hold_does_not_matter():
     """Wild actions, rewards and policies of filler rows change no weight and no metric of the update."""
     results = []
@@ -334,30 +363,42 @@ def test_what_filler_rows_hold_does_not_matter():
 # The command line
 
 
-@pytest.mark.slow
-def test_train_resume_and_evaluate(tmp_path):
-    """The same run twice, resumed, and evaluated to the same returns, which a loop of our own finds too."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        done = call(ATARI, tmp_path / name, *flags(**QUICK, total_timesteps=128))
-        assert (done.status, done.err) == (0, "")
-    a, b = checkpoint_in(tmp_path / "a"), checkpoint_in(tmp_path / "b")
-    assert load(a)["state"]["global_step"] >= 128
-    assert same(load(a), load(b))
-    assert curves(a.parent) == curves(b.parent)
-    done = call(ATARI, tmp_path, "--resume", a, "--total-timesteps", 256)
-    assert (done.status, done.err) == (0, "")
-    assert load(a)["state"]["global_step"] >= 256
-    again = call(ATARI, tmp_path, "--evaluate", a)
-    (line,) = [line for line in done.out.splitlines() if line.startswith("evaluation")]
-    assert line in again.out
-    policy, envs = ppo.load_policy(a), ppo.make_envs(ppo.Args(**load(a)["args"]), 2)
-    obs, _ = envs.reset(seed=ppo.seed_everything(1) % 2**29 + 2**30)
-    returns = np.zeros(2)
-    for _ in range(58):  # 240 frames, less the first of up to 30
-        obs, rewards, *_ = envs.step(policy(obs))
-        returns += rewards
-    assert f"{returns.mean():.1f} ± {returns.std():.1f}" in line
+SHORT = (4, 3, 0, 0), (3, 3, 1, 0)
+
+
+def make_scripted(args, num_envs, **_):
+    """In the place of `make_envs`."""
+    return scripted(*[LIVES, SHORT] * (num_envs // 2))
+
+
+def test_training(tmp_path, monkeypatch):
+    """Schedules, Adam's settings, what is logged of games, resuming with new games, and the evaluation."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ppo, "make_envs", make_scripted)
+    Scripted.resets.clear()
+    args = make_args(num_envs=2, total_timesteps=40, update_epochs=1, eval_episodes=2)
+    results = [ppo.train(args), ppo.train(args)]
+    for result in results:
+        assert result["greedy_returns"].tolist() == [10, 7]  # of the first games alone
+    path, again = (Path(result["checkpoint"]) for result in results)
+    content, data = load(path), curves(path.parent)
+    assert same(content, load(again))
+    (group,) = content["optimizer"]["param_groups"]
+    assert (group["eps"], group["weight_decay"], tuple(group["betas"])) == (1e-5, 0, (0.9, 0.999))
+    steps = [*data["losses/kl"]]
+    assert steps[0] == 5 + 6  # see `test_lost_lives_and_filler_rows`; and each third row is a filler
+    assert {slot["step"].item() for slot in content["optimizer"]["state"].values()} == {2 * len(steps)}
+    rates = args.learning_rate * (1 - np.array([0, *steps[:-1]]) / 40)
+    assert [*data["charts/learning_rate"].values()] == pytest.approx(rates)
+    for suffix, expected in (("", (10 + 7 + 14 + 21) / 4), ("_min", 7), ("_max", 21)):
+        assert data[f"charts/episodic_return{suffix}"][steps[0]] == expected
+    assert data["charts/episodic_length"][steps[0]] == (6 + 2 + 2 + 2) / 4
+    ppo.train(replace(args, resume=str(path), total_timesteps=60))
+    assert load(path)["state"]["global_step"] >= 60
+    seeds = [seed for seed, _ in Scripted.resets]
+    assert seeds[:2] == seeds[2:4]
+    assert len({*seeds[2:5]}) == 3
+    assert seeds[5] == seeds[1]
 
 
 def save_policy(path, args, agent):
@@ -409,11 +450,11 @@ def test_two_processes_learn_like_one(tmp_path):
     """Halves of a rollout in two processes, equally many transitions each: as all of it in one.
 
     They start with the first one's weights, and stop at --target-kl together, whatever the KL divergence of
-    their own transitions is.
+    their own transitions is. In `train`, their games and actions differ, and their weights stay the same.
     """
     for launcher in ([sys.executable], TORCHRUN):
         subprocess.run([*launcher, str(WORKER), str(tmp_path)], check=True, timeout=200)
-    one, *others = (torch.load(tmp_path / f"{name}.pt") for name in ("1-0", "2-0", "2-1"))
+    one, *others = (torch.load(tmp_path / f"{name}.pt")["learnt"] for name in ("1-0", "2-0", "2-1"))
     assert [steps for _, _, steps in one] == [2, 3]
     for other in others:
         for (weights, metrics, steps), (expected, expected_metrics, expected_steps) in zip(
@@ -423,6 +464,11 @@ def test_two_processes_learn_like_one(tmp_path):
             assert steps == expected_steps
             for name in {*metrics} - {"explained_variance", "critic_error"}:  # those are a process's own
                 assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-3, abs=1e-5), name
+
+    first, second = (torch.load(tmp_path / f"{name}.pt") for name in ("2-0", "2-1"))  # after `train`
+    assert torch.equal(first["weights"], second["weights"])
+    assert abs(first["seed"] - second["seed"]) >= 2  # the games of a process have seeds in a row
+    assert first["actions"] != second["actions"]
 
 
 @pytest.mark.slow

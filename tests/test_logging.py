@@ -3,6 +3,8 @@
 import json
 import re
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +18,13 @@ STATISTICS = {"": np.mean, "_std": np.std, "_min": np.min, "_max": np.max}
 @each_script
 def test_episodes(case, tmp_path):
     """Returns and lengths of the episodes that ended in an iteration, as the environment saw it."""
-    run(case, tmp_path, "--no-norm-obs", num_envs=1, num_steps=128, total_timesteps=1000)
+    run(case, tmp_path, num_envs=1, num_steps=128, total_timesteps=1000)
     path = checkpoint_in(tmp_path)
     data, end = curves(path.parent), 0
     episodes, recent = user_envs.LOG["episodes"], []
     ends = np.cumsum([length for _, length in episodes])
+    if case is CONTINUOUS:  # its first rollout sets the normalisers; after each episode comes a filler row
+        end = np.count_nonzero(ends + np.arange(len(ends)) <= 128)
     for step in data["losses/kl"]:
         first, end = end, np.searchsorted(ends, step, side="right")
         returns, lengths = zip(*episodes[first:end], strict=True)
@@ -61,27 +65,38 @@ def test_curves(case, tmp_path):
         assert 1.0 < data["losses/entropy"][steps[0]] <= 1.0987  # near log 3
 
 
-def test_a_metric_of_ones_own(tmp_path, monkeypatch):
+def test_a_run(tmp_path, monkeypatch):
     """What a changed loss adds to the metrics is a curve; a name with a slash is its whole tag.
 
-    It may be a number of NumPy: a checkpoint can be loaded all the same.
+    It may be a number of NumPy: a checkpoint can be loaded all the same. The speed is of the steps since the
+    first iteration. Each minute a checkpoint is saved; where that fails, the last one is still there.
     """
     monkeypatch.chdir(tmp_path)
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     args = DISCRETE.make_args(env_id=DISCRETE.walk)
     agent, state = DISCRETE.make_agent(args), DISCRETE.make_state(args)
-    writer = DISCRETE.script.Run(args, agent, DISCRETE.make_optimizer(agent), state)
+    state.global_step = 1000
+    written = DISCRETE.script.Run(args, agent, DISCRETE.make_optimizer(agent), state)
+    path = checkpoint_in(tmp_path)
     names = "kl", "grad_norm", "clipfrac", "explained_variance", "critic_error", "entropy"
-    for step in (100, 200):
-        state.global_step = step
-        metrics = dict.fromkeys(names, 1.0) | {"mine": np.float32(step / 10), "charts/mine": step / 100}
-        writer.log(metrics, [(5.0, 10)])
-    writer.save()
-    writer.writer.close()
-    torch.load(checkpoint_in(tmp_path), weights_only=True)
-    (folder,) = tmp_path.glob("runs/*")
-    data = curves(folder)
-    assert data["losses/mine"] == {100: 10, 200: 20}
-    assert data["charts/mine"] == {100: 1, 200: 2}
+    for clock[0], state.global_step, saved in ((30, 1100, 1000), (50, 1300, 1000), (80, 1500, 1500)):
+        metrics = dict.fromkeys(names, 1.0) | {"mine": np.float32(clock[0]), "charts/mine": 2 * clock[0]}
+        written.log(metrics, [(5.0, 10)])
+        assert load(path)["state"]["global_step"] == saved
+    data = curves(path.parent, left_out=())
+    assert data["losses/mine"] == {1100: 30, 1300: 50, 1500: 80}
+    assert data["charts/mine"] == {1100: 60, 1300: 100, 1500: 160}
+    assert data["charts/SPS"] == {1300: 200 / 20, 1500: 400 / 50}
+
+    def full_disk(content, path):
+        Path(path).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(OSError, match="disk full"):
+        written.finish()
+    assert load(path)["state"]["global_step"] == 1500
 
 
 def test_folder_names(tmp_path):
@@ -97,7 +112,8 @@ def test_folder_names(tmp_path):
 
 def test_tracking(tmp_path, monkeypatch):
     """--track mirrors TensorBoard to W&B, under the names that are given."""
-    lines = ["import json", "def init(**settings): json.dump(settings, open('called.json', 'w'))"]
+    lines = ["import glob, json", "def init(**settings):"]
+    lines.append("    json.dump(settings | {'before': glob.glob('runs/*/*')}, open('called.json', 'w'))")
     (tmp_path / "wandb.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
@@ -105,6 +121,7 @@ def test_tracking(tmp_path, monkeypatch):
     run(DISCRETE, tmp_path, *words, total_timesteps=130, ent_coef=0.03)
     called = json.loads((tmp_path / "called.json").read_text())
     assert (called["project"], called["entity"], called["sync_tensorboard"]) == ("p", "e", True)
+    assert called["before"] == []  # W&B mirrors only what is written after it has begun
     assert called["config"]["ent_coef"] == 0.03
     assert called["name"] == checkpoint_in(tmp_path).parent.name
     sys.modules.pop("wandb")
@@ -156,13 +173,14 @@ def test_advice(case, row):
 
 @each_script
 def test_advice_is_printed_and_logged(case, tmp_path):
-    """An update that is far too large is said at once."""
+    """An update that is far too large is said at once; the settings are logged, too."""
     words = "--no-anneal-lr", "--adapt", "none"
     done = run(case, tmp_path, *words, learning_rate=0.3, update_epochs=10, total_timesteps=800)
     text = case.script.ADVICE[0][2]
     assert text in done.out.splitlines()
     (events,) = checkpoint_in(tmp_path).parent.glob("events*")
-    assert text.encode() in events.read_bytes()
+    for logged in (text, "|learning_rate|0.3|"):
+        assert logged.encode() in events.read_bytes()
 
 
 @pytest.mark.slow

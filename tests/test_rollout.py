@@ -1,10 +1,8 @@
 """What the environments do arrives in the rollout, row by row, and the agent's policy chooses the actions."""
 
 import copy
-import functools
 import math
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import scipy.stats
@@ -38,21 +36,6 @@ def collect(case, rollouts, **settings):
     return agent, copies, episodes, type(envs.unwrapped).__name__
 
 
-@functools.cache
-def collected(variant):
-    """The agent, the rollouts of a script, their episodes, and their arrays, joined along time."""
-    case, settings, kind = VARIANTS[variant]
-    agent, copies, episodes, found = collect(case, ROLLOUTS, **settings)
-    assert found == kind
-    names = "actions", "rewards", "terminated", "truncated", "valid"
-    return (
-        agent,
-        copies,
-        episodes,
-        {name: np.concatenate([getattr(c, name) for c in copies]) for name in names},
-    )
-
-
 def received(case, actions):
     """What the environments get for the actions of a rollout."""
     if case is DISCRETE:
@@ -84,18 +67,22 @@ def replay(key, actions):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rollout_is_the_script(variant):
-    """Observations, true successors, rewards, ends, filler rows and episodes, also between rollouts."""
-    case = VARIANTS[variant][0]
-    _, copies, episodes_of, joined = collected(variant)
-    steps, envs = copies[0].actions.shape[:2]
-    actions = received(case, joined["actions"])
+    """Observations, true successors, rewards, ends, filler rows and episodes, also between rollouts.
+
+    Each action is a sample of the policy for its row's normalised observation.
+    """
+    case, settings, kind = VARIANTS[variant]
+    agent, copies, episodes_of, found = collect(case, ROLLOUTS, **settings)
+    assert found == kind
+    steps, envs = copies[0].rewards.shape
+    actions = received(case, np.concatenate([rollout.actions for rollout in copies]))
     ends = []
     for n in range(envs):
         rows, episodes, last = replay(KEY + n, actions[:, n])
         obs, *columns = zip(*rows, strict=True)
-        names = "rewards", "terminated", "truncated", "valid"
-        for name, column in zip(names, columns, strict=True):
-            np.testing.assert_allclose(joined[name][:, n], column, rtol=1e-6, err_msg=name)
+        for name, column in zip(("rewards", "terminated", "truncated", "valid"), columns, strict=True):
+            joined = np.concatenate([getattr(rollout, name)[:, n] for rollout in copies])
+            np.testing.assert_allclose(joined, column, rtol=1e-6, err_msg=name)
         obs = np.stack([*obs, last])
         for i, rollout in enumerate(copies):
             expected = obs[i * steps : (i + 1) * steps + 1]
@@ -105,104 +92,40 @@ def test_rollout_is_the_script(variant):
         expected = [end[2:] for end in sorted(ends) if i * steps <= end[0] < (i + 1) * steps]
         assert len(found) == len(expected)
         np.testing.assert_allclose(np.ravel(found), np.ravel(expected), rtol=1e-5)
+    assert_sampled(case, agent, copies)
 
 
-def test_script_has_every_kind_of_end():
-    """All three ends occur, also in last rows; episodes have lengths of 1, too."""
-    for variant in ("native", "box"):
-        _, copies, episodes, _ = collected(variant)
-        ends = {True: set(), False: set()}
-        for rollout in copies:
-            for t, n in np.argwhere(rollout.terminated | rollout.truncated):
-                ends[t == STEPS - 1].add((rollout.terminated[t, n], rollout.truncated[t, n]))
-        assert all(len(kinds) == 3 for kinds in ends.values())
-        assert 1 in {length for found in episodes for _, length in found}
-        assert not all(rollout.valid[0].all() for rollout in copies)
+def assert_sampled(case, agent, rollouts):
+    """log π(a|s) is -H(π) on average; the noise of continuous actions has a standard normal distribution."""
+    surprise, noise = [], []
+    for rollout in rollouts:
+        policy = torch.from_numpy(case.policy(agent, rollout.obs[:-1]))
+        distribution, actions = case.distribution(policy), torch.from_numpy(rollout.actions)
+        surprise += (-distribution.log_prob(actions) - distribution.entropy()).flatten().tolist()
+        if case is CONTINUOUS:
+            mean, log_std = policy.chunk(2, -1)
+            noise += ((actions - mean) / log_std.exp()).flatten().tolist()
+    assert abs(np.mean(surprise)) < 4 * np.std(surprise) / math.sqrt(len(surprise))
+    assert not noise or scipy.stats.kstest(noise, scipy.stats.norm.cdf).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_actions_come_from_the_policy_of_their_row(variant):
-    """An action is a sample of the policy for the row's normalised observation."""
-    case = VARIANTS[variant][0]
-    agent, copies, *_ = collected(variant)
-    errors = []
-    for rollout in copies:
-        expected = case.policy(agent, rollout.obs[:-1])
-        actions = torch.from_numpy(rollout.actions)
-        distribution = case.distribution(torch.from_numpy(expected))
-        if case is DISCRETE:  # log π(a|s) is -H(π) on average
-            surprise = -distribution.log_prob(actions) - distribution.entropy()
-            errors += surprise.flatten().tolist()
-        else:
-            mean, log_std = torch.from_numpy(expected).chunk(2, -1)
-            errors += ((actions - mean) / log_std.exp()).flatten().tolist()
-    if case is DISCRETE:
-        assert abs(np.mean(errors)) < 4 * np.std(errors) / math.sqrt(len(errors))
-    else:
-        assert scipy.stats.kstest(errors, scipy.stats.norm.cdf).pvalue > 1e-3
-
-
-def independent(first, second):
-    """The p-value of two arrays of actions from 0 to 2, if they have nothing to do with each other."""
-    counts = np.bincount(3 * first.flatten() + second.flatten(), minlength=9).reshape(3, 3)
-    return scipy.stats.chi2_contingency(counts).pvalue
-
-
-def test_actions_fit_the_policy_and_are_independent():
-    """Where all states are the same: between time steps, environments, and rollouts."""
-    agent, copies, *_ = collect(DISCRETE, 3, env_id="Still-v0", num_envs=8, num_steps=400)
-    policy = np.exp(DISCRETE.policy(agent, np.ones(2)))
-    assert policy.min() > 0.05
-    assert np.ptp(policy) > 0.1
+@pytest.mark.parametrize(
+    ("case", "env_id"), [(DISCRETE, "Still-v0"), (CONTINUOUS, "StillBox-v0")], ids=["ppo", "ppo_continuous"]
+)
+def test_actions_fit_the_policy_and_are_independent(case, env_id):
+    """Where all states are the same: of other time steps, environments, rollouts, numbers of an action."""
+    agent, copies, *_ = collect(case, 3, env_id=env_id, num_envs=8, num_steps=400)
     actions = np.stack([rollout.actions for rollout in copies])
-    counts, expected = np.bincount(actions.flatten(), minlength=3), policy * actions.size
-    assert scipy.stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), 2) > 1e-4
-    assert independent(actions[:-1], actions[1:]) > 1e-4
-    assert independent(actions[:, :-1], actions[:, 1:]) > 1e-4
-    assert independent(actions[:, :, :-1], actions[:, :, 1:]) > 1e-4
-
-
-def test_noise_of_continuous_actions_is_independent():
-    """The same, as correlations; between the numbers of an action, too."""
-    agent, copies, *_ = collect(CONTINUOUS, 3, env_id="StillBox-v0", num_envs=8, num_steps=400)
-    mean, log_std = np.split(CONTINUOUS.policy(agent, np.ones(2)), 2)
-    noise = np.stack([(rollout.actions - mean) / np.exp(log_std) for rollout in copies])
-    assert scipy.stats.kstest(noise.flatten(), scipy.stats.norm.cdf).pvalue > 1e-4
-    for axis in range(noise.ndim):
-        order = np.moveaxis(noise, axis, 0)
+    if case is DISCRETE:
+        policy = np.exp(case.policy(agent, np.ones(2)))
+        assert policy.min() > 0.05
+        assert np.ptp(policy) > 0.1
+        counts = np.bincount(actions.flatten(), minlength=3)
+        assert scipy.stats.chisquare(counts, policy * actions.size).pvalue > 1e-4
+    assert_sampled(case, agent, copies)
+    for axis in range(actions.ndim):
+        order = np.moveaxis(actions - actions.mean((0, 1, 2)), axis, 0)
         assert scipy.stats.pearsonr(order[:-1].flatten(), order[1:].flatten()).pvalue > 1e-4
-
-
-def test_native_cartpole():
-    """Each transition is that of the physics, ends included; --env-kwargs set the native time limit."""
-    settings = {
-        "env_id": "CartPole-v1",
-        "env_kwargs": '{"max_episode_steps": 20}',
-        "num_envs": 3,
-        "num_steps": 80,
-    }
-    _, copies, episodes, kind = collect(DISCRETE, 3, **settings)
-    assert kind == "CartPoleVectorEnv"
-    env = gym.make("CartPole-v1").unwrapped
-    env.reset(seed=0)
-    ages, lengths = np.zeros(3, int), []
-    for rollout in copies:
-        for t, n in np.ndindex(80, 3):
-            if not rollout.valid[t, n]:
-                assert np.abs(rollout.obs[t + 1, n]).max() <= 0.05  # a new episode
-                ages[n] = 0
-                continue
-            env.state, env.steps_beyond_terminated = rollout.obs[t, n].astype(np.float64), None
-            obs, reward, terminated, _, _ = env.step(int(rollout.actions[t, n]))
-            ages[n] += 1
-            np.testing.assert_allclose(rollout.obs[t + 1, n], obs, rtol=1e-4, atol=1e-5)
-            assert rollout.rewards[t, n] == reward
-            assert rollout.terminated[t, n] == terminated
-            assert rollout.truncated[t, n] == (ages[n] == 20)
-            if terminated or ages[n] == 20:
-                lengths.append(ages[n])
-    assert [episode for found in episodes for episode in found] == [(length, length) for length in lengths]
-    assert min(lengths) < 20 == max(lengths)
 
 
 # Continuous actions

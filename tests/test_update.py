@@ -332,35 +332,6 @@ def test_one_epoch_of_one_minibatch_is_a_step_of_a2c(case, surrogate, limit):
     assert [metrics["approx_kl"], metrics["clipfrac"]] == pytest.approx([0, 0], abs=1e-6)
 
 
-def change(agent):
-    """Change an agent as a user may. Returns its new parameters that are to learn, and those that are not."""
-    torch.manual_seed(9)
-    agent.actor[2] = nn.Linear(64, 64)
-    agent.critic.insert(2, nn.LayerNorm(64))
-    agent.actor[0].weight.requires_grad_(False)
-    agent.unused = nn.Parameter(torch.ones(3))
-    learnt = [*agent.actor[2].parameters(), *agent.critic[2].parameters()]
-    return learnt, [agent.actor[0].weight, agent.unused]
-
-
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
-@each_script
-def test_changed_networks_learn(case, compile):
-    """A replaced layer, an added module, a frozen and an unused parameter do what they would anywhere."""
-    args = case.make_args()
-    original, agent = case.make_agent(args), case.make_agent(args)
-    learnt, kept = change(agent)
-    obs = torch.randn(9, D)
-    assert (agent.value(obs) - original.value(obs)).abs().max() > 0.1
-    assert (agent.policy(obs) - original.policy(obs)).abs().max() > 0.1
-    before = [x.detach().clone() for x in (*learnt, *kept)]
-    compute = case.script.compute_gradients
-    rollout = case.make_rollout(args, agent)
-    case.learn(agent, rollout, args, compute=case.script.compiled(compute) if compile else compute)
-    moved = [not torch.equal(x, y) for x, y in zip(before, (*learnt, *kept), strict=True)]
-    assert moved == [True] * len(learnt) + [False] * len(kept)
-
-
 @pytest.mark.slow
 @each_script
 def test_compiled_gradients_are_those_of_eager(case):
