@@ -698,16 +698,18 @@ def test_update_takes_clipped_steps(script, limit):
 
 @both
 def test_each_epoch_has_each_response_once_in_a_new_order(script):
-    """The gradients of an epoch's minibatches have the mean of the whole batch's."""
+    """The gradients and metrics of an epoch's minibatches have the mean of the whole batch's."""
     batch = shared.rows_of(random_batch(script), torch.arange(12))
     batch = batch._replace(mask=torch.ones_like(batch.mask))  # so that minibatches have as many tokens
-    models, gradients = new_models(script), []
+    models, gradients, metrics = new_models(script), [], []
     learnt = list(models.actor.parameters())
     optimizer = torch.optim.SGD(learnt, 0.0)
     optimizer.register_step_pre_hook(lambda *_: gradients.append(flat(p.grad for p in learnt)))
     for count in (1, 3):
         args = learning_args(script, batch_size=12, num_minibatches=count, max_grad_norm=1e9)
-        shared.update(script, models, optimizer, batch, args)
+        metrics.append(shared.update(script, models, optimizer, batch, args))
+        del metrics[-1]["grad_norm"]
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-3)
     whole, again, *parts = gradients
     assert len(parts) == 6
     for mean in (again, sum(parts[:3]) / 3, sum(parts[3:]) / 3):
@@ -745,7 +747,7 @@ def folder(tmp_path_factory):
             tokenizer.save_pretrained(folder / f"{name}{suffix}")
     rows = [{"prompt": "a" * (1 + i % 5), "answer": letter} for i, letter in enumerate("bcdefgh")]
     rows.append({"prompt": [{"role": "user", "content": "ab"}], "answer": "i"})
-    for name, part in (("train", rows), ("test", rows[:3])):
+    for name, part in (("train", rows), ("test", rows[3:6])):
         lines = [json.dumps(row) + "\n" for row in part]
         (folder / f"{name}.jsonl").write_text("".join(lines))
     return folder
@@ -1209,7 +1211,9 @@ def test_torchrun(script, folder, tmp_path):
     for name in one:
         if name.startswith("eval/"):
             assert two[name][0] == pytest.approx(one[name][0])
-    assert [line["episodes"] for line in completions(paths[1])] == [0] * 16 + [32] * 16 + [64] * 16
+    lines, name = completions(paths[1]), args.reward_function[0]
+    assert [line["episodes"] for line in lines] == [0] * 16 + [32] * 16 + [64] * 16  # the first one's half
+    assert two[f"rewards/{name}"][0] != pytest.approx(np.mean([line[name] for line in lines[:16]]))
 
 
 WRONG = [
