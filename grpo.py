@@ -741,7 +741,7 @@ def check_args(args: Args) -> None:
     """Raise ValueError for settings that cannot be right."""
     for setting in ("group_size", "num_minibatches"):
         if args.batch_size % (getattr(args, setting) * PROCESSES):
-            raise ValueError(f"--batch-size must be a multiple of {setting} x processes")
+            raise ValueError(f"--batch-size must be a multiple of --{setting.replace('_', '-')} x processes")
     if args.group_size < 2 or args.temperature <= 0:
         raise ValueError("--group-size must be at least 2, and --temperature above 0")
     if args.model and not (args.prompts and args.reward_function):

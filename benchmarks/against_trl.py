@@ -1,0 +1,192 @@
+"""Train the same model with grpo.py and with TRL's GRPOTrainer: reward curves, seconds and memory.
+
+    pip install -e '.[benchmarks,rlhf]' trl requests
+    python benchmarks/against_trl.py     # runs what trl.csv lacks, draws the figure, prints the tables
+
+A small Llama learns to add two numbers from examples half of which are wrong. Then both libraries train it
+with GRPO, with a reward of 1 for a right answer, and with the same settings: those of `train_ours` and
+`train_trl` stand in the same order. Each run is a process of its own with one thread; for each seed, one
+library runs right after the other, and which is first alternates. The reward function measures: both call it
+once per batch, so a step is the time from one call to the next, with generation, learning and logging.
+
+What is matched though the defaults differ: the learning rate, which TRL decays per gradient step, gets our
+schedule of one value per batch; PyTorch's Adam is passed in. What differs:
+
+  - TRL draws prompts without replacement, we with it. At 32 of 8,910 prompts per step, few repeat.
+  - TRL forms minibatches once per batch and repeats them in its second pass. We shuffle before each pass.
+  - TRL's dapo divides by the mean number of tokens of the batch's minibatches, our token-mean by that of the
+    minibatch itself.
+  - TRL computes the entropy in each forward pass, and prints metrics. We write TensorBoard's log,
+    completions.jsonl and two checkpoints.
+  - Random numbers differ, so seeds do not pair.
+
+A Llama has no dropout, and relative positions: TRL does not pass positions when it learns, so that with
+GPT-2's absolute ones, left padding would shift them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from experiments import HERE
+
+sys.path.insert(0, str(HERE.parent))
+import grpo
+
+RESULTS = HERE / "trl.csv"
+LOSSES = {"constant": "dr_grpo", "token-mean": "dapo", "sequence-mean": "grpo"}  # our name, TRL's
+SEEDS = {"constant": (1, 2, 3, 4, 5), "token-mean": (1, 2, 3), "sequence-mean": (1, 2, 3)}
+STEPS = 50  # batches of 256 responses
+calls: list[tuple] = []  # of the reward function: mean, time, and peak of memory
+
+
+def reward(rows: list[dict], responses: list[str]) -> list[float]:
+    """1 for a right answer. Notes the mean, the time, and the peak of the process's memory so far."""
+    rewards = grpo.accuracy(rows, responses)
+    kib = Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]
+    calls.append((sum(rewards) / len(rewards), time.process_time(), int(kib) / 1024))
+    return rewards
+
+
+def reward_for_trl(completions: list[str], answer: list[str], **_) -> list[float]:
+    """The same for TRL, which passes the columns of the prompts as keyword arguments."""
+    return reward([{"answer": text} for text in answer], completions)
+
+
+def make_model(folder: Path) -> None:
+    """Write a Llama that has learnt to add, with mistakes, its tokenizer, and the prompts."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(grpo.WORDS)}))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<stop>")
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=len(grpo.WORDS), hidden_size=64, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=32, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    actor, rows = LlamaForCausalLM(config), []
+    for x, y in itertools.product(range(1, 100), range(10, 100)):  # two lengths, so prompts are padded
+        rows.append({"prompt": " ".join(f"{x}+{y}="), "sum": x + y, "answer": grpo.spell(x + y)})
+    task = grpo.Task(tokenizer, [tokenizer.eos_token_id], rows, [], {})
+    grpo.learn_to_write(actor, task, grpo.write_sum, 5e-3, grpo.Args())
+    actor.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def train_ours(folder: str, loss: str, seed: int) -> None:
+    """Train with grpo.py."""
+    args = grpo.Args(
+        model=folder, prompts=f"{folder}/prompts.jsonl", reward_function=("__main__:reward",), seed=seed,
+        total_episodes=256 * STEPS, batch_size=256, generation_batch_size=256, num_minibatches=4,
+        micro_batch_size=64, num_iterations=2, group_size=8, max_response_length=8, temperature=1.0,
+        learning_rate=1e-3, max_grad_norm=1.0, kl_coef=0.0, loss_aggregation=loss, scale_rewards="group",
+        clip_coef=0.2, clip_coef_high=0.2, eval_every=STEPS,
+    )  # fmt: skip
+    grpo.train(args)
+
+
+def train_trl(folder: str, loss: str, seed: int) -> None:
+    """Train with TRL. A step of TRL's is a minibatch: 8 per batch."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step // 8 / STEPS)
+    config = GRPOConfig(
+        output_dir="trl", seed=seed, max_steps=8 * STEPS, generation_batch_size=256,
+        per_device_train_batch_size=64, num_iterations=2, num_generations=8, max_completion_length=8,
+        temperature=1.0, max_grad_norm=1.0, beta=0.0, loss_type=LOSSES[loss], scale_rewards="group",
+        epsilon=0.2, epsilon_high=0.2, logging_steps=8, save_strategy="no", report_to="none",
+        use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True,
+    )  # fmt: skip
+    prompts = Dataset.from_list(grpo.read_rows(f"{folder}/prompts.jsonl"))
+    trainer = GRPOTrainer(
+        model, reward_for_trl, config, prompts,
+        processing_class=AutoTokenizer.from_pretrained(folder), optimizers=(optimizer, schedule),
+    )  # fmt: skip
+    trainer.train()
+
+
+def run(library: str, loss: str, seed: str, folder: str) -> None:
+    """A run in the process's current folder. Its steps are added to the stored ones."""
+    train = train_ours if library == "ours" else train_trl
+    train(folder, loss, int(seed))
+    import pandas as pd  # after the memory is measured
+
+    steps = pd.DataFrame(calls, columns=["reward", "time", "peak_mib"])
+    steps["seconds"] = steps.pop("time").diff()
+    steps = steps.assign(library=library, loss=loss, seed=seed, step=steps.index)
+    steps.round(4).to_csv(RESULTS, mode="a", header=not RESULTS.exists(), index=False)
+
+
+def run_missing() -> None:
+    """Make the model, and do the runs that are not stored."""
+    stored = RESULTS.read_text() if RESULTS.exists() else ""
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder))
+        for loss, seed in [(loss, seed) for loss in LOSSES for seed in SEEDS[loss]]:
+            for library in ("ours", "trl") if seed % 2 else ("trl", "ours"):
+                if f",{library},{loss},{seed}," not in stored:
+                    command = [sys.executable, str(HERE / "against_trl.py"), library, loss, str(seed), folder]
+                    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+                    subprocess.run(command, cwd=folder, env=environment, check=True)
+
+
+def draw(stored: Any) -> Any:
+    """Reward curves, a panel for each loss: the mean over seeds as a line, and their range as a band."""
+    from figures import COLORS, STYLES
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    for axes, loss in zip(figure.subplots(1, 3, sharey=True), LOSSES, strict=True):
+        for index, (library, label) in enumerate({"ours": "grpo.py", "trl": "TRL"}.items()):
+            found = stored[(stored.loss == loss) & (stored.library == library)]
+            curves = found.pivot(index="step", columns="seed", values="reward")
+            low, high = curves.min(axis=1), curves.max(axis=1)
+            axes.plot(curves.mean(axis=1), STYLES[index], color=COLORS[index], label=label)
+            axes.fill_between(curves.index, low, high, color=COLORS[index], alpha=0.18, linewidth=0)
+        axes.set(title=f"{loss} (TRL: {LOSSES[loss]})", xlabel="step", ylabel="mean reward of the batch")
+        axes.label_outer()
+        axes.legend(loc="lower right")
+    return figure
+
+
+def report() -> None:
+    """Draw the figure for a light and for a dark page; print what the runs reached and took."""
+    import matplotlib as mpl
+    import pandas as pd
+    from figures import THEMES, style
+
+    stored = pd.read_csv(RESULTS)
+    for theme in THEMES:
+        with mpl.rc_context(style(theme)):
+            draw(stored).savefig(HERE / "figures" / f"trl-{theme}.png", dpi=110, metadata={"Software": None})
+    stored["last_10"] = stored.reward.where(stored.step >= STEPS - 10)
+    how = {"reward": "mean", "last_10": "mean", "seconds": "median", "peak_mib": "max"}
+    runs = stored.groupby(["loss", "library", "seed"]).agg(how)
+    print(runs.groupby(["loss", "library"]).agg(["median", "min", "max"]).T.to_string())
+    ratios = runs.xs("trl", level="library") / runs.xs("ours", level="library")
+    print("TRL divided by grpo.py", ratios.groupby("loss").agg(["median", "min", "max"]).T, sep="\n")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        run(*sys.argv[1:])
+    else:
+        run_missing()
+        report()
