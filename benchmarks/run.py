@@ -1,11 +1,11 @@
-"""Run the experiments of `experiments.py`, and store a small file for each run.
+"""Run the experiments of `experiments.py`, and add the results to `results.csv` and `curves.csv`.
 
-    python benchmarks/run.py --dry-run           # what is stored, and what is missing
+    python benchmarks/run.py --dry-run           # list what is missing
     python benchmarks/run.py                     # do the missing runs, one process per core
     python benchmarks/run.py --only 'ppo/CartPole*/[123]'
 
 It can be stopped or killed at any time. Started again, it does what is still missing; a run of our scripts
-goes on from its checkpoint. A run that another process is doing is waited for.
+resumes from its checkpoint. A run that another process is doing is waited for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import importlib
-import json
 import os
 import platform
 import re
@@ -22,35 +21,30 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import tyro
-from experiments import HERE, Run, runs
+from experiments import HERE, SB3, STUDIES, Run, runs
 from filelock import FileLock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))  # where the scripts are
+RESULTS, CURVES = HERE / "results.csv", HERE / "curves.csv"
+KEY = ["experiment", "env_id", "steps", "seed"]  # columns that identify a run
 POINTS = 50  # of a stored learning curve
-TAGS = {  # of a learning curve, by name in TensorBoard
-    "charts/episodic_return_100": "return",
-    "losses/kl": "kl",
-    "losses/clipfrac": "clip_fraction",
-    "losses/entropy": "entropy",
-    "losses/explained_variance": "explained_variance",
+TAGS = {  # of learning curves in TensorBoard, by quantity
+    "return": "charts/episodic_return_100",
+    "kl": "losses/kl",
+    "clip_fraction": "losses/clipfrac",
+    "entropy": "losses/entropy",
 }
-
-
-def write(path: Path, content: Any) -> None:
-    """Write JSON with lists on one line. If the process is killed, the previous file is still there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = re.sub(r"\[[^\[\]{}]*\]", lambda match: " ".join(match[0].split()), json.dumps(content, indent=1))
-    path.with_suffix(".tmp").write_text(text + "\n")
-    path.with_suffix(".tmp").replace(path)
 
 
 def git(*command: str) -> str:
@@ -59,17 +53,11 @@ def git(*command: str) -> str:
     return done.stdout.strip()
 
 
-def refuse(reason: str) -> NoReturn:
-    """End with one line, and status 2."""
-    print(f"{Path(sys.argv[0]).name}: {reason}", file=sys.stderr)
-    sys.exit(2)
-
-
 def refuse_uncommitted() -> None:
     """A result names its commit, so the code must be committed."""
-    changed = git("status", "--porcelain", "--", "ppo*.py", "benchmarks/*.py")
+    changed = git("status", "--porcelain", "--", "ppo*.py", "grpo.py", "benchmarks/*.py", "benchmarks/sb3*")
     if changed:
-        refuse(f"a result names its commit, so commit first: {' '.join(changed.split())}")
+        sys.exit(f"a result names its commit, so commit first: {' '.join(changed.split())}")
 
 
 def provenance() -> dict[str, Any]:
@@ -86,34 +74,40 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def thin(steps: np.ndarray, values: np.ndarray, total: int) -> list[float | None]:
-    """Means of `values`, logged at `steps`, over `POINTS` equal parts of `total` steps; None if empty."""
+def missing(selected: list[Run]) -> list[Run]:
+    """Those without a stored result, or with one that was made with other flags."""
+    if not RESULTS.exists():
+        return selected
+    stored = pd.read_csv(RESULTS, keep_default_na=False).set_index(KEY)["flags"].to_dict()
+    return [run for run in selected if stored.get(run.key) != run.flags]
+
+
+def store(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
+    """Add rows to a CSV file, in the place of those with the same `columns`. Processes take turns."""
+    with FileLock(HERE / "unfinished" / "lock"):
+        table = pd.DataFrame(rows)
+        if path.exists():
+            table = pd.concat([pd.read_csv(path, float_precision="round_trip"), table])
+        table = table.drop_duplicates(columns, keep="last").sort_values(columns)
+        table.to_csv(path.with_suffix(".tmp"), index=False, lineterminator="\n")
+        path.with_suffix(".tmp").replace(path)  # so the file is always complete
+
+
+def thin(steps: np.ndarray, values: np.ndarray, total: int) -> str:
+    """Means of `values`, logged at `steps`, over `POINTS` equal parts of `total` steps; nan if empty."""
     part = np.minimum((steps - 1) * POINTS // total, POINTS - 1)
-    means = (values[part == index].mean() if (part == index).any() else None for index in range(POINTS))
-    return [None if mean is None else float(f"{mean:.6g}") for mean in means]
+    means = (values[part == index].mean() if (part == index).any() else np.nan for index in range(POINTS))
+    return " ".join(f"{mean:.6g}" for mean in means)
 
 
-def training_seconds(starts: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Seconds of training at each of `times`, if it was started at each of `starts`: pauses do not count."""
-    marks = np.concatenate([starts, times])
-    pauses = [(start - marks[marks < start].max()) * (times > start) for start in starts[1:]]
-    return times - starts[0] - sum(pauses)
-
-
-def run_ours(run: Run) -> dict[str, Any]:
-    """Train with one of our scripts: settings, returns and learning curve.
-
-    Where an earlier process was stopped, it goes on from the checkpoint; `sessions` counts the processes.
-    """
-    begin = time.time()
+def run_ours(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
+    """Train with a script of ours, from its checkpoint if it was stopped: results, and learning curves."""
     import torch
 
     script = importlib.import_module(run.experiment.script.removesuffix(".py"))
-    args = tyro.cli(script.Args, args=run.flags)
-    with contextlib.chdir(log_of(run).parent):
+    args = tyro.cli(script.Args, args=run.arguments)
+    with contextlib.chdir(folder_of(run)):
         checkpoint = next(Path().glob("runs/*/checkpoint.pt"), None)
-        with open("starts.txt", "a" if checkpoint else "w") as file:
-            print(begin, file=file)
         steps = torch.load(checkpoint, weights_only=True)["state"]["global_step"] if checkpoint else 0
         if steps < run.steps:
             results = script.train(replace(args, resume=checkpoint and str(checkpoint)))
@@ -121,23 +115,17 @@ def run_ours(run: Run) -> dict[str, Any]:
             results = {"checkpoint": checkpoint, "greedy_returns": script.evaluate(checkpoint, args)}
         if "greedy_returns" not in results:
             raise KeyboardInterrupt  # training was stopped
-        log = EventAccumulator(str(Path(results["checkpoint"]).parent), {"scalars": 0}).Reload()
-        starts = np.loadtxt("starts.txt", ndmin=1)
-    curve = {}
-    for tag, name in TAGS.items():
-        logged = log.Scalars(tag)
-        curve[name] = thin(np.array([x.step for x in logged]), np.array([x.value for x in logged]), run.steps)
-    logged = log.Scalars("losses/kl")  # in every iteration
-    seconds = training_seconds(starts, np.array([x.wall_time for x in logged]))
-    curve["seconds"] = thin(np.array([x.step for x in logged]), seconds, run.steps)
-    training = log.Scalars("charts/episodic_return_100")[-1].value
-    return {
-        "args": asdict(args),
-        "sessions": len(starts),
-        "seconds": round(float(seconds[-1]), 2),
-        "final": {"training": training, "greedy": results["greedy_returns"].tolist()},
-        "curve": curve,
-    }
+        folder = Path(results["checkpoint"]).parent
+        log = EventAccumulator(str(folder), {"scalars": 0}).Reload()
+        sessions = len(list(folder.glob("events*")))  # processes that trained
+    curves = {}
+    for quantity, tag in TAGS.items():
+        steps, values = np.array([(event.step, event.value) for event in log.Scalars(tag)]).T
+        curves[quantity] = thin(steps, values, run.steps)
+    between = np.diff([event.wall_time for event in log.Scalars("losses/kl")])  # iterations
+    seconds = between[between < 60].sum()  # more is a pause between two processes
+    result = {"training": log.Scalars(TAGS["return"])[-1].value, "greedy": results["greedy_returns"]}
+    return result | {"seconds": seconds, "sessions": sessions}, curves
 
 
 def sb3_envs(env_id: str, num_envs: int, seed: int) -> Any:
@@ -147,10 +135,10 @@ def sb3_envs(env_id: str, num_envs: int, seed: int) -> Any:
     from stable_baselines3.common.env_util import make_atari_env, make_vec_env
     from stable_baselines3.common.vec_env import VecFrameStack
 
-    if "NoFrameskip" not in env_id:
-        return make_vec_env(env_id, num_envs, seed=seed)
     gym.register_envs(ale_py)
-    return VecFrameStack(make_atari_env(env_id, num_envs, seed), 4)
+    if "NoFrameskip" in env_id:
+        return VecFrameStack(make_atari_env(env_id, num_envs, seed), 4)
+    return make_vec_env(env_id, num_envs, seed)
 
 
 def train_sb3(env_id: str, steps: int, seed: int, settings: dict[str, Any]) -> tuple[Any, np.ndarray]:
@@ -176,8 +164,7 @@ def train_sb3(env_id: str, steps: int, seed: int, settings: dict[str, Any]) -> t
     if "policy_kwargs" in settings:
         network = settings["policy_kwargs"]
         settings["policy_kwargs"] = network | {"activation_fn": getattr(torch.nn, network["activation_fn"])}
-    pixels = "NoFrameskip" in env_id
-    policy, device = ("CnnPolicy", "auto") if pixels else ("MlpPolicy", "cpu")
+    policy, device = ("CnnPolicy", "auto") if "NoFrameskip" in env_id else ("MlpPolicy", "cpu")
     model = PPO(policy, envs, seed=seed, device=device, **settings)
 
     class Log(BaseCallback):
@@ -192,114 +179,114 @@ def train_sb3(env_id: str, steps: int, seed: int, settings: dict[str, Any]) -> t
     return model, np.array(logged)
 
 
-def run_sb3(run: Run) -> dict[str, Any]:
-    """Train with Stable-Baselines3: settings, returns and learning curve."""
-    start = time.time()
+def run_sb3(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
+    """Train with Stable-Baselines3: results, and learning curves by quantity."""
     import torch
     from stable_baselines3.common.evaluation import evaluate_policy
     from stable_baselines3.common.vec_env import VecNormalize
 
     torch.set_num_threads(1)
-    settings = run.experiment.settings[run.env_id]
+    start, settings = time.time(), SB3[run.env_id]
     model, logged = train_sb3(run.env_id, run.steps, run.seed, settings)
-    evaluation = sb3_envs(run.env_id, 10, run.seed + 1000)
+    envs = sb3_envs(run.env_id, 10, run.seed + 1000)
     if settings.get("normalize"):
-        evaluation = VecNormalize(evaluation, training=False, norm_reward=False)
-        evaluation.obs_rms = model.get_vec_normalize_env().obs_rms
-    greedy: Any = evaluate_policy(model, evaluation, 10, return_episode_rewards=True)[0]
-    steps, returns, seconds = logged[:, 0], logged[:, 1], logged[:, 2] - start
+        envs = VecNormalize(envs, training=False, norm_reward=False)
+        envs.obs_rms = model.get_vec_normalize_env().obs_rms
+    greedy, _ = evaluate_policy(model, envs, 10, return_episode_rewards=True)
+    steps, returns, times = logged.T
     ended = ~np.isnan(returns)
-    return {
-        "args": settings | {"env_id": run.env_id, "seed": run.seed},
-        "seconds": round(float(seconds[-1]), 2),
-        "final": {"training": float(returns[-1]), "greedy": [float(x) for x in greedy]},
-        "curve": {
-            "return": thin(steps[ended], returns[ended], run.steps),
-            "seconds": thin(steps, seconds, run.steps),
-        },
+    result = {"training": returns[-1], "greedy": greedy, "seconds": times[-1] - start, "sessions": 1}
+    return result, {"return": thin(steps[ended], returns[ended], run.steps)}
+
+
+def folder_of(run: Run) -> Path:
+    """Where a run leaves its log, and its checkpoint until it is done. It is made."""
+    folder = HERE / "unfinished" / run.name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def store_run(run: Run, result: dict[str, Any], curves: dict[str, str], about: dict[str, Any]) -> None:
+    """Store a run's results, and those of its learning curves that a table or figure shows."""
+    name = dict(zip(KEY, run.key, strict=True))
+    shown = {"return"}
+    for study in STUDIES.values():
+        if run.experiment.name in study.experiments and (run.env_id, run.steps) in study.tasks:
+            shown.update(study.quantities)
+    rows = [name | {"quantity": quantity, "points": curves[quantity]} for quantity in shown]
+    store(CURVES, rows, [*KEY, "quantity"])
+    row = {
+        "flags": run.flags,
+        "training": round(float(result["training"]), 4),  # return of the last 100 episodes
+        "greedy": round(float(np.mean(result["greedy"])), 4),
+        "greedy_std": round(float(np.std(result["greedy"])), 4),
+        "episodes": len(result["greedy"]),
+        "seconds": round(float(result["seconds"]), 1),
+        "sessions": result["sessions"],
+        "commit": about["commit"],
+        "machine": " / ".join(str(part) for part in about["machine"].values()),
+        "versions": " ".join(f"{package}={number}" for package, number in about["versions"].items()),
     }
+    store(RESULTS, [name | row], KEY)  # from now on, the run is stored
 
 
 def run_one(run: Run) -> None:
     """Do one run and store its result, unless it is stored."""
-    with FileLock(log_of(run).with_name("lock")):  # another process may be doing it
-        if not run.path.exists():
-            about = {"run": run.name, **provenance()}
-            result = run_sb3(run) if run.experiment.script == "sb3" else run_ours(run)
-            write(run.path, about | result)
-            shutil.rmtree(log_of(run).with_name("runs"), ignore_errors=True)  # its checkpoint
-
-
-def log_of(run: Run) -> Path:
-    """The file with what a run prints. Its folder is made."""
-    folder = HERE / "unfinished" / run.name
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / "log.txt"
-
-
-def start(run: Run) -> subprocess.Popen:
-    """Start one run in a process of its own, with one thread."""
-    command = [sys.executable, __file__, "--one", run.name]
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-    with open(log_of(run), "a") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env=one_thread)
+    with FileLock(folder_of(run) / "lock"):  # another process may be doing it
+        if missing([run]):
+            about = provenance()
+            result, curves = run_sb3(run) if run.experiment.script == "sb3" else run_ours(run)
+            store_run(run, result, curves, about)
+            shutil.rmtree(folder_of(run) / "runs", ignore_errors=True)
 
 
 def work_through(todo: list[Run], jobs: int) -> int:
-    """Do the runs, `jobs` at a time, each in its own process. Returns how many failed."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell started it in the background
-        signal.signal(number, signal.default_int_handler)
-    waiting, failed = list(todo), 0
-    running: dict[subprocess.Popen, Run] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                run = waiting.pop(0)
-                running[start(run)] = run
-            time.sleep(0.2)
-            for process in [process for process in running if process.poll() is not None]:
-                run = running.pop(process)
-                failed += process.returncode != 0
-                outcome = f"failed, see {log_of(run)}" if process.returncode else "done"
-                done = len(todo) - len(waiting) - len(running)
-                print(f"{done}/{len(todo)}  {run.name}  {outcome}", flush=True)
-    finally:
-        for process in running:
-            process.terminate()
-        for process in running:
-            process.wait()
-    return failed
+    """Do the runs, `jobs` at a time, each in its own process with one thread. Returns how many failed."""
+    processes = []
+
+    def work(run: Run) -> bool:
+        command = [sys.executable, __file__, "--one", run.name]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        with open(folder_of(run) / "log.txt", "a") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        processes.append(process)
+        failed = process.wait() != 0
+        print(run.name, f"failed, see {folder_of(run)}/log.txt" if failed else "done", flush=True)
+        return failed
+
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            return sum(pool.map(work, todo))
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                process.terminate()  # training saves, and stops
+            raise
 
 
 @dataclass
 class Args:  # the comments are the texts of --help
     only: str = ""  # runs whose name begins with this, or matches it with * and ?
     jobs: int = os.cpu_count() or 1  # processes at a time
-    dry_run: bool = False  # list what is stored and what is missing
-    one: str | None = None  # do the run with this name, in this process
+    dry_run: bool = False  # list what is missing
+    one: str = ""  # do the run with this name, in this process
 
 
 def main() -> None:
-    """The command line. Exit status: 0 done, 1 runs failed, 2 refused, 130 stopped."""
+    """The command line. Exit status: 0 done, 1 refused or runs failed, 130 stopped."""
     args = tyro.cli(Args, description=__doc__)
-    if args.one:
-        selected = [run for run in runs() if run.name == args.one]
-    else:
-        selected = [x for x in runs() if x.name.startswith(args.only) or fnmatch.fnmatch(x.name, args.only)]
-    if not selected:
-        refuse(f"no run has this name; --dry-run lists all {len(runs())}")
-    if args.jobs < 1:
-        refuse("--jobs must be at least 1")
-    todo = [run for run in selected if not run.path.exists()]
+    selected = [x for x in runs() if x.name.startswith(args.only) or fnmatch.fnmatch(x.name, args.only)]
+    todo = missing(selected)
     if args.dry_run:
-        for run in selected:
-            print("missing" if run in todo else "stored ", run.name)
+        for run in todo:
+            print("missing", run.name)
         print(f"{len(selected) - len(todo)} of {len(selected)} stored")
         return
     refuse_uncommitted()
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell may have turned the first one off
+        signal.signal(number, signal.default_int_handler)
     if args.one:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # training saves, and stops
-        run_one(selected[0])
+        run_one(next(run for run in runs() if run.name == args.one))
         return
     try:
         failed = work_through(todo, args.jobs)
