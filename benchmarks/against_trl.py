@@ -170,12 +170,12 @@ def report() -> None:
     """Draw the figure for a light and for a dark page; print what the runs reached and took."""
     import matplotlib as mpl
     import pandas as pd
-    from figures import THEMES, style
+    from figures import THEMES, save, style
 
     stored = pd.read_csv(RESULTS)
     for theme in THEMES:
         with mpl.rc_context(style(theme)):
-            draw(stored).savefig(HERE / "figures" / f"trl-{theme}.png", dpi=110, metadata={"Software": None})
+            save(draw(stored), HERE / "figures" / f"trl-{theme}.png")
     stored["last_10"] = stored.reward.where(stored.step >= STEPS - 10)
     how = {"reward": "mean", "last_10": "mean", "seconds": "median", "peak_mib": "max"}
     runs = stored.groupby(["loss", "library", "seed"]).agg(how)

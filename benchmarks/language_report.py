@@ -12,7 +12,7 @@ from pathlib import Path
 import matplotlib as mpl
 import pandas as pd
 from experiments import HERE
-from figures import COLORS, STYLES, THEMES, style
+from figures import COLORS, STYLES, THEMES, save, style
 from language import CURVES, RUNS, TEN
 from matplotlib.figure import Figure
 from report import Row, fill, markdown
@@ -151,7 +151,7 @@ def draw(runs: pd.DataFrame, curves: pd.DataFrame, folder: Path) -> None:
         with mpl.rc_context(style(theme)):
             made = {"language": frontier_figure(runs), "language-comparison": comparison_figure(curves)}
             for name, figure in made.items():
-                figure.savefig(folder / f"{name}-{theme}.png", dpi=110, metadata={"Software": None})
+                save(figure, folder / f"{name}-{theme}.png")
 
 
 def tables(runs: pd.DataFrame, curves: pd.DataFrame) -> dict[str, str]:
