@@ -139,7 +139,7 @@ def run_missing() -> None:
     stored = RESULTS.read_text() if RESULTS.exists() else ""
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
-        for loss, seed in [(loss, seed) for loss in LOSSES for seed in SEEDS[loss]]:
+        for loss, seed in [(name, seed) for name in LOSSES for seed in SEEDS[name]]:
             for library in ("ours", "trl") if seed % 2 else ("trl", "ours"):
                 if f",{library},{loss},{seed}," not in stored:
                     command = [sys.executable, str(HERE / "against_trl.py"), library, loss, str(seed), folder]

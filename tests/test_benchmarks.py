@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import math
 import os
 import re
@@ -21,11 +20,11 @@ import gymnasium as gym
 import language
 import language_report
 import numpy as np
+import optimum
 import pandas as pd
 import pytest
 import report
 import run as runner
-import time_limit_as_death
 import torch
 import tyro
 
@@ -36,21 +35,13 @@ import ppo_continuous
 gym.register_envs(ale_py)
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"ppo.py": ppo, "ppo_continuous.py": ppo_continuous, "ppo_atari.py": ppo_atari}
-LEARNING = {  # settings that change what is learnt
-    "adapt", "anneal_ent_coef", "anneal_lr", "clip_coef", "clip_rewards", "clip_vloss", "desired_kl",
-    "ent_coef", "env_id", "gae_lambda", "gamma", "hidden_size", "init_log_std", "kl_coef", "learning_rate",
-    "max_grad_norm", "min_log_std", "norm_adv", "norm_obs", "norm_rewards", "num_envs", "num_minibatches",
-    "num_steps", "recompute_advantages", "seed", "stagger", "surrogate", "target_entropy", "target_kl",
-    "total_timesteps", "update_epochs", "vf_coef",
-}  # fmt: skip
-STORED = [run for run in experiments.runs() if run.path.exists()]
 
 TINY = """
+SB3["CartPole-v1"] = {"n_envs": 2, "n_steps": 64, "learning_rate": "linear 0.001", "normalize": True}
 TASKS = [("CartPole-v1", 4_000), ("FrozenLake-v1", 4_000)]
-PEER = {"CartPole-v1": {"n_envs": 2, "n_steps": 64, "learning_rate": "linear 0.001", "normalize": True}}
 EXPERIMENTS = {
     "tiny": Experiment("tiny", "", "ppo.py", each(TASKS, 3), "--eval-episodes 2"),
-    "sb3": Experiment("sb3", "", "sb3", each([("CartPole-v1", 600)], 1), settings=PEER),
+    "peer": Experiment("peer", "", "sb3", each([("CartPole-v1", 600)], 1)),
 }
 """
 
@@ -59,7 +50,7 @@ EXPERIMENTS = {
 def copy(tmp_path):
     """A copy of ppo.py and the runner with a short list of experiments, without git and results."""
     (tmp_path / "benchmarks").mkdir()
-    for path in ("ppo.py", "benchmarks/experiments.py", "benchmarks/run.py"):
+    for path in ("ppo.py", *(f"benchmarks/{name}" for name in ("experiments.py", "run.py", "sb3.json"))):
         shutil.copy(ROOT / path, tmp_path / path)
     with open(tmp_path / "benchmarks/experiments.py", "a") as file:
         file.write(TINY)
@@ -80,16 +71,19 @@ def finish(copy: Path, *flags: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-def results_in(copy: Path) -> dict[str, float]:
-    """Names of the stored results, and when they were written."""
-    folder = copy / "benchmarks/results"
-    return {str(path.relative_to(folder)): path.stat().st_mtime for path in folder.rglob("*.json")}
+def results_in(copy: Path) -> dict[str, pd.Series]:
+    """The rows of stored results, by the names of their runs."""
+    path = copy / "benchmarks/results.csv"
+    if not path.exists():
+        return {}
+    table = pd.read_csv(path)
+    return {f"{row.experiment}/{row.env_id}_{row.steps}/{row.seed}": row for _, row in table.iterrows()}
 
 
 @pytest.mark.slow
 def test_a_killed_runner_does_what_is_missing(copy):
     """SIGKILL to the runner, or to it and its runs: in the end every result is there, each made once."""
-    before: dict[str, float] = {}
+    before: dict[str, pd.Series] = {}
     for kill in (os.kill, os.killpg):
         process = start(copy)
         while len(results_in(copy)) < len(before) + 2:
@@ -101,49 +95,24 @@ def test_a_killed_runner_does_what_is_missing(copy):
     status, output = finish(copy)
     assert (status, output.splitlines()[-1]) == (0, "7 of 7 stored")
     after = results_in(copy)
-    seeds = {f"tiny/{env}_4000/{seed}.json" for env in ("CartPole-v1", "FrozenLake-v1") for seed in (1, 2, 3)}
-    assert set(after) == seeds | {"sb3/CartPole-v1_600/1.json"}
-    assert {name: after[name] for name in before} == before  # what was stored was left alone
-    for name, episodes in (("tiny/CartPole-v1_4000/1.json", 2), ("sb3/CartPole-v1_600/1.json", 10)):
-        result = json.loads((copy / "benchmarks/results" / name).read_text())
-        assert len(result["final"]["greedy"]) == episodes
-        assert result["args"]["env_id"] == "CartPole-v1"
-        seconds = [x for x in result["curve"]["seconds"] if x is not None]
-        assert 0 < seconds[0] <= seconds[-1] <= result["seconds"] + 0.1
+    seeds = {f"tiny/{env}_4000/{seed}" for env in ("CartPole-v1", "FrozenLake-v1") for seed in (1, 2, 3)}
+    assert set(after) == seeds | {"peer/CartPole-v1_600/1"}
+    for name, row in before.items():
+        assert row.equals(after[name]), name  # what was stored was left alone
+    for name, episodes in (("tiny/CartPole-v1_4000/1", 2), ("peer/CartPole-v1_600/1", 10)):
+        assert after[name].episodes == episodes
+        assert 0 < after[name].training <= 500
+        assert after[name].seconds > 0
+    assert len(pd.read_csv(copy / "benchmarks/curves.csv")) == 7
     assert finish(copy)[1] == "7 of 7 stored\n"
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_the_runs(copy):
-    """The runner ends with status 130, and so do its runs; nothing unfinished is stored."""
-    text = (copy / "benchmarks/experiments.py").read_text().replace("4_000", "4_000_000")
-    (copy / "benchmarks/experiments.py").write_text(text)
-    process = start(copy, "--only", "tiny/CartPole-v1_4000000/1")
-    log = copy / "benchmarks/unfinished/tiny/CartPole-v1_4000000/1/log.txt"
-    while not log.exists() or "rollout" not in log.read_text():  # it trains
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
-    assert not results_in(copy)
-    with pytest.raises(ProcessLookupError):  # no process of the group is left
-        os.killpg(process.pid, 0)
-
-
-def test_pauses_are_no_training():
-    """Started at 10, 100 and 200 s; the second process logged nothing."""
-    times = np.array([15.0, 20.0, 205.0, 210.0])
-    seconds = runner.training_seconds(np.array([10.0, 100.0, 200.0]), times)
-    assert seconds.tolist() == [5.0, 10.0, 15.0, 20.0]
-
-
-@pytest.mark.slow
-def test_a_stopped_run_goes_on(copy):
-    """From its checkpoint: the stored curve begins with the first process, and nothing is left over."""
-    flags = "--eval-episodes 2"
+def test_a_stopped_run_continues(copy):
+    """Ctrl-C ends the runner and its runs; the run then continues from its checkpoint."""
     with open(copy / "benchmarks/experiments.py", "a") as file:
         file.write('TASKS = [("CartPole-v1", 100_000, 1)]\n')
-        file.write(f'EXPERIMENTS["long"] = Experiment("long", "", "ppo.py", TASKS, "{flags}")\n')
+        file.write('EXPERIMENTS["long"] = Experiment("long", "", "ppo.py", TASKS, "--eval-episodes 2")\n')
     folder = copy / "benchmarks/unfinished/long/CartPole-v1_100000/1"
     process = start(copy, "--only", "long")
     while not (folder / "log.txt").exists() or " steps  return" not in (folder / "log.txt").read_text():
@@ -151,14 +120,13 @@ def test_a_stopped_run_goes_on(copy):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
+    with pytest.raises(ProcessLookupError):  # no process of the group is left
+        os.killpg(process.pid, 0)
     assert not results_in(copy)
-    assert finish(copy, "--only", "long")[0] == 0
-    result = json.loads((copy / "benchmarks/results/long/CartPole-v1_100000/1.json").read_text())
-    assert result["sessions"] == 2
+    status, output = finish(copy, "--only", "long")
+    assert status == 0, output
+    assert results_in(copy)["long/CartPole-v1_100000/1"].sessions == 2
     assert len(set(re.findall(r"folder +(\S+)", (folder / "log.txt").read_text()))) == 1
-    assert None not in result["curve"]["seconds"]
-    assert result["curve"]["seconds"] == sorted(result["curve"]["seconds"])
-    assert result["args"]["resume"] is None
     assert not (folder / "runs").exists()
 
 
@@ -169,12 +137,10 @@ def test_a_run_that_was_stopped_in_its_evaluation(copy, monkeypatch):
     folder.mkdir(parents=True)
     monkeypatch.chdir(folder)
     trained = ppo.train(ppo.Args(env_id="CartPole-v1", total_timesteps=4_000, seed=1, eval_episodes=2))
-    Path("starts.txt").write_text(f"{time.time() - 30}\n")
     status, output = finish(copy, "--only", "tiny/CartPole-v1_4000/1")
     assert status == 0, output
-    result = json.loads((copy / "benchmarks/results/tiny/CartPole-v1_4000/1.json").read_text())
-    assert result["final"]["greedy"] == trained["greedy_returns"].tolist()
-    assert result["sessions"] == 2
+    row = results_in(copy)["tiny/CartPole-v1_4000/1"]
+    assert row.greedy == pytest.approx(trained["greedy_returns"].mean(), abs=1e-3)
     assert "rollout" not in (folder / "log.txt").read_text()  # no training
 
 
@@ -187,19 +153,14 @@ def test_listing_one_and_failing(copy):
     assert (output.count("missing"), output.splitlines()[-1]) == (6, "0 of 6 stored")
     one = [sys.executable, str(copy / "benchmarks/run.py"), "--one", "tiny/FrozenLake-v1_4000/1"]
     subprocess.run(one, cwd="/", check=True, capture_output=True)
-    assert set(results_in(copy)) == {"tiny/FrozenLake-v1_4000/1.json"}
+    assert set(results_in(copy)) == {"tiny/FrozenLake-v1_4000/1"}
     status, output = finish(copy, "--only", "bad")
     assert status == 1
-    assert "bad/NoSuch-v0_4000/1  failed, see" in output
-    assert output.splitlines()[-1] == "0 of 1 stored, 1 failed"
-    status, output = finish(copy, "--only", "NoSuch")
-    assert status == 2
-    assert output.startswith("run.py: no run has this name; ")
-    assert finish(copy, "--jobs", "0") == (2, "run.py: --jobs must be at least 1\n")
+    assert "bad/NoSuch-v0_4000/1 failed" in output
     subprocess.run(["git", "init", "--quiet"], cwd=copy, check=True)
     status, output = finish(copy)
-    assert status == 2
-    assert output.startswith("run.py: a result names its commit, so commit first: ")
+    assert status == 1
+    assert "commit first" in output
 
 
 @pytest.mark.slow
@@ -218,64 +179,35 @@ def test_list_of_experiments_is_sound():
 
 
 def test_stored_results_are_those_of_the_list():
-    """What is stored is listed, with its commit and with what the flags and defaults mean."""
-    files = {path for path in experiments.RESULTS.rglob("*.json") if path.parent != experiments.RESULTS}
-    assert files == {run.path for run in STORED}
-    missing = {run.experiment.name for run in experiments.runs()} - {run.experiment.name for run in STORED}
-    assert missing <= {"atari-gpu"}, "not run so far"
-    settings = {}
-    for run in STORED:
-        result = json.loads(run.path.read_text())
-        assert result["run"] == run.name
-        assert len(result["commit"]) == 40
-        if run.experiment.script == "sb3":
-            continue
-        script = SCRIPTS[run.experiment.script]
-        if run.experiment.name not in settings:
-            settings[run.experiment.name] = vars(tyro.cli(script.Args, args=run.flags))
-        own = {"env_id": run.env_id, "total_timesteps": run.steps, "seed": run.seed}
-        expected = settings[run.experiment.name] | own
-        for name in LEARNING & expected.keys() & result["args"].keys():
-            assert result["args"][name] == expected[name], f"{run.name}: {name}"
+    """Each row is of a listed run with its flags, each once, with its commit and its curve."""
+    listed = {run.key: run for run in experiments.runs()}
+    table = pd.read_csv(runner.RESULTS, keep_default_na=False)
+    curves = pd.read_csv(runner.CURVES)
+    assert not table.duplicated(runner.KEY).any()
+    for row in table.itertuples():
+        run = listed[row.experiment, row.env_id, row.steps, row.seed]
+        assert row.flags == run.flags, run.name
+        assert len(row.commit) == 40
+    keys = set(map(tuple, table[runner.KEY].to_numpy()))
+    assert set(map(tuple, curves[curves.quantity == "return"][runner.KEY].to_numpy())) == keys
 
 
 def test_thin():
-    """Means over equal parts of the steps, the last with what is beyond; None where there is none."""
+    """Means over equal parts of the steps, the last with what is beyond; nan where there is none."""
     steps = np.array([1, 20, 21, 60, 1000, 1010])
-    thinned = runner.thin(steps, np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), 1000)
+    thinned = runner.thin(steps, np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), 1000).split()
     assert len(thinned) == 50
-    assert thinned[:4] == [1.5, 3.0, 4.0, None]
-    assert thinned[-1] == 5.5
-
-
-def test_ablation_table():
-    """Only entries that were run on all tasks, best first."""
-    assert report.over_published(np.array([-8.2]), "Reacher-v5") == pytest.approx(0.5)  # a cost
-    rows = []
-    shares_of = {"mujoco": (1, 1.5, 2), "mujoco-but-lambda-0.9": (3, 3.5, 4), "mujoco-but-norm-adv": (5, 5)}
-    for name, shares in shares_of.items():
-        for env_id, steps in experiments.LOCOMOTION:
-            best = experiments.PUBLISHED[env_id][0]
-            rows += [(name, env_id, steps, seed, share * best) for seed, share in enumerate(shares)]
-    columns = ["experiment", "env_id", "steps", "seed", "training"]
-    table = list(report.ablation_table(pd.DataFrame(rows, columns=columns)))
-    assert [row["entry"] for row in table] == ["λ = 0.9", "the defaults"]
-    last = "over the best published"
-    assert table[0][last].startswith("**3.50** [")
-    low, high = map(float, re.findall(r"[\d.]+", table[1][last].partition("[")[2]))
-    assert 1 <= low < 1.5 < high <= 2
-    assert table[1]["Walker2d"] == "6000.0 ± 2000.0"
+    assert thinned[:4] == ["1.5", "3", "4", "nan"]
+    assert thinned[-1] == "5.5"
 
 
 def test_statistics_of_the_tables():
-    """Interquartile mean, spread and probability of improvement against their definitions."""
+    """The probability of improvement and the spread, against their definitions."""
     ours, theirs = np.arange(1.0, 9.0), np.array([0.0, 4.5, 4.5, 20.0])
-    text = report.iqm(pd.Series(ours))
-    assert text.startswith(f"{np.mean(ours[2:-2]):.1f} [")
-    low, high = (float(x) for x in text.split("[")[1].rstrip("]").split(", "))
-    assert 1 <= low < 4.5 < high <= 8
     wins = [1.0 if a > b else 0.5 if a == b else 0.0 for a in ours for b in theirs]
-    assert report.improvement(ours, theirs).startswith(f"{np.mean(wins):.2f} [")
+    value, low, high = report.interval(report.probability_of_improvement, ours, theirs)
+    assert value == pytest.approx(np.mean(wins))
+    assert low < value < high
     assert report.spread(ours) == f"4.5 ± {math.sqrt(((ours - 4.5) ** 2).sum() / 7):.1f}"
 
 
@@ -301,36 +233,28 @@ def test_fill_changes_nothing_but_the_tables():
 def test_figures(tmp_path):
     """Figures are drawn in two themes, and the committed files are those."""
     figures.draw(tmp_path)
-    language_report.draw(language_report.load_runs(), tmp_path)
+    language_report.draw(*language_report.load(), tmp_path)
     made = {path.name for path in tmp_path.iterdir()}
-    assert made == {path.name for path in (ROOT / "benchmarks/figures").iterdir()}
     names = {*experiments.STUDIES, "classic", "mujoco", "atari", "objective", "gae"}
-    names |= {"language", "language-comparison", "language-sensitivity"}
+    names |= {"language", "language-comparison"}
     assert made == {f"{name}-{theme}.png" for name in names for theme in ("light", "dark")}
+    committed = {path.name for path in (ROOT / "benchmarks/figures").iterdir()}
+    assert committed == made | {"trl-light.png", "trl-dark.png"}
 
 
 @pytest.mark.slow
 def test_throughput_command(copy):
     """A round compares both variants of two copies of a script with the peer, and stores nothing."""
-    before = (experiments.RESULTS / "throughput.json").read_bytes()
+    before = (ROOT / "benchmarks/throughput.json").read_bytes()
     flags = ["--env-id", "CartPole-v1", "--num-envs", "2", "--rounds", "1", "--timesteps", "1024"]
     command = [sys.executable, str(ROOT / "benchmarks/throughput.py"), *flags, "--script-dir", str(copy)]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for folder in (ROOT, copy.resolve()):
-        assert f"\n{folder}\n| task | variant | steps per second | ratio |" in output
     for variant in ("eager", "`--compile`", "Stable-Baselines3"):
         row = rf"\| CartPole-v1, N = 2 \| {variant} \| ([\d,]+) \("
         speeds = [int(speed.replace(",", "")) for speed in re.findall(row, output)]
         assert len(speeds) == 2
         assert min(speeds) > 100
-    assert (experiments.RESULTS / "throughput.json").read_bytes() == before
-
-
-def test_time_limit_as_death():
-    """A time limit is reported as a terminal state."""
-    env = time_limit_as_death.make("MountainCar-v0", max_episode_steps=2)
-    env.reset(seed=1)
-    assert [env.step(0)[2:4] for _ in range(2)] == [(False, False), (True, False)]
+    assert (ROOT / "benchmarks/throughput.json").read_bytes() == before
 
 
 def test_commands_in_the_readmes_select_runs():
@@ -344,47 +268,106 @@ def test_commands_in_the_readmes_select_runs():
 # Language models
 
 
-@pytest.fixture(autouse=True)
-def modules_as_they_were(monkeypatch):
-    """The benchmark loads fresh copies of scripts, which other tests must not see."""
-    for name in ("ppo_rlhf", "grpo"):
-        monkeypatch.setitem(sys.modules, name, sys.modules.get(name))
-
-
 def test_language_tables_are_up_to_date():
-    """The tables in docs/ are those that language_report.py makes."""
-    made = language_report.tables(language_report.load_runs())
-    text = (ROOT / "docs/ppo_and_grpo.md").read_text()
-    assert all(f"<!-- table: {name} -->" in text for name in made)
+    """The tables of the page are those that language_report.py makes."""
+    made = language_report.tables(*language_report.load())
+    text = language_report.PAGE.read_text()
+    assert set(re.findall(r"<!-- table: ([\w-]+) -->", text)) == made.keys()
     assert report.fill(text, made) == text, "run python benchmarks/language_report.py"
 
 
-@pytest.mark.parametrize("study", language.STUDIES, ids=lambda study: f"{study.script}/{study.name}")
-def test_language_studies(study):
-    """Each has settings that its script accepts, and its stored runs were made with them."""
-    script = language.load_script(study.script)
-    default = script.SUMS if "--task sums" in study.flags else script.Args()
-    script.check_args(tyro.cli(script.Args, args=study.flags.split(), default=default))
-    for path in language.LANGUAGE.glob(f"{study.script}/{study.name}__*.json"):
-        stored = json.loads(path.read_text())
-        assert (stored["study"], stored["script"]) == (study.name, study.script)
-        assert stored["flags"] == study.flags
-        assert path.stem.endswith(f"__{stored['seed']}")
-        assert abs(stored.get("identity", 0)) < 1e-9, "J* - J = β KL(π ‖ π*)"
-        assert len(stored["curves"]["score"]) == language.POINTS
+def test_language_studies():
+    """Their scripts accept their flags, and the stored runs are theirs, each once, with its curve."""
+    studies = {study.name: study for study in language.STUDIES}
+    assert len(studies) == len(language.STUDIES)
+    for study in language.STUDIES:
+        study.script.check_args(tyro.cli(study.script.Args, args=study.flags.split()))
+    runs, curves = pd.read_csv(language.RUNS, keep_default_na=False), pd.read_csv(language.CURVES)
+    assert not runs.duplicated(["study", "seed"]).any()
+    for run in runs.itertuples():
+        study = studies[run.study]
+        assert (run.script, run.task) == (study.script.__name__, study.task)
+        assert (run.flags, run.fault) == (study.flags, study.fault)
+        assert run.seed in study.seeds
+        points = curves[(curves.study == run.study) & (curves.seed == run.seed)]
+        assert points.episodes.tolist() == list(range(0, run.episodes + 1, language.SPACING))
 
 
-def test_faults_are_planted():
-    """They change what the script computes: k3 in the reward, and no temperature in learning."""
-    script = language.load_script("ppo_rlhf")
-    language.k3_in_reward(script)
+@pytest.fixture
+def quick(monkeypatch):
+    """Supervised models and reward models learn nothing."""
+    for script in (language.rlhf, language.grpo):
+        fit = script.fit
+        monkeypatch.setattr(
+            script, "fit", lambda network, loss, _, rate, name, fit=fit: fit(network, loss, 2, rate, name)
+        )
+    language.base_models.cache_clear()
+    yield
+    language.base_models.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ppo-reviews", "ppo-sums", "grpo-reviews", "grpo-sums", "k3-in-reward"])
+def test_language_run(name, quick, monkeypatch):
+    """Each script runs on each task; the script and the models of the seed are afterwards as before."""
+    monkeypatch.setattr(language, "compare_with_optimum", lambda *_: {"share_of_optimum": 0.5})
+    study = next(study for study in language.STUDIES if study.name == name)
+    models, _ = language.base_models(study.task, 1)
+    weights = {name: x.clone() for name, x in models.state_dict().items()}
+    before = dict(vars(study.script))
+    flags = f"{study.flags} --total-episodes 5120 --num-minibatches 1 --micro-batch-size 512"
+    result, points = language.run_study(study._replace(flags=flags), 1)
+    assert dict(vars(study.script)) == before
+    assert all(torch.equal(x, weights[name]) for name, x in models.state_dict().items())
+    assert result.keys() <= set(language.RUN_COLUMNS.split())
+    assert points[0].keys() <= set(language.CURVE_COLUMNS.split())
+    assert [point["episodes"] for point in points] == [0, 2560, 5120]
+    assert 5120 < result["tokens"] <= 8 * 5120
+    assert result["gradient_steps"] == (40 if study.script is language.rlhf else 20)
+
+
+def test_reviews_have_the_same_scores_for_grpo(quick):
+    """As a reward function of texts, with the penalty for missing stop tokens."""
+    models, task = language.base_models("reviews", 1)
+    rows, args = task.prompts * 4, language.rlhf.Args()
+    _, for_grpo = language.for_grpo(models, task, language.grpo.Args())
+    responses, _ = language.rlhf.generate(models.actor, task, rows, args)
+    rewards = language.rlhf.score(models, task, rows, responses, args)
+    assert {0.0, -2.0} == set(rewards["missing_eos"].tolist())
+    texts = language.rlhf.decode(task.tokenizer, responses)
+    scores = for_grpo.reward_functions["review_score"](rows, texts)
+    torch.testing.assert_close(scores, sum(rewards.values()))
+
+
+def test_k3_in_the_reward():
+    """The fault changes what the script computes."""
     kl, mask = torch.tensor([[0.5, -0.5]]), torch.ones(1, 2, dtype=torch.bool)
-    rewards = script.token_rewards(torch.zeros(1), kl, mask, 1.0)
+    rewards = language.k3_in_reward(torch.zeros(1), kl, mask, 1.0)
     assert rewards.flatten().tolist() == pytest.approx([1 - math.exp(-0.5) - 0.5, 1 - math.exp(0.5) + 0.5])
-    gpt = script.GPT(5)
-    batch = script.Responses(torch.tensor([[2, 3, 1]]), torch.ones(1, 3, dtype=torch.bool), mask)
-    before = [script.token_log_probs(gpt, batch, temperature) for temperature in (1.0, 0.5)]
-    language.no_temperature_in_learning(script)
-    after = script.token_log_probs(gpt, batch, 0.5)
-    assert torch.equal(after, before[0])
-    assert not torch.equal(after, before[1])
+
+
+def test_best_score_at_the_same_kl():
+    """A trained policy scores at most as much as the best one of its KL; no policy has a higher J than π*."""
+    torch.manual_seed(1)
+    args = language.rlhf.Args(resume="so that nothing is learnt", max_response_length=2)
+    models, task = language.rlhf.make_reviews(args)
+    for parameter in (*models.actor.parameters(), *models.reward_model.parameters()):
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    task = task._replace(prompts=task.prompts[:2])
+    found = optimum.compare_with_optimum(models, task, args, 0.3, floor=1e-30)
+    assert found["left_out"] == pytest.approx(0, abs=1e-9)
+    assert found["best_score_at_kl"] > found["score"]
+    ref, scores = torch.log_softmax(torch.randn(50).double(), 0), torch.randn(50).double()
+    score, kl = optimum.best_policy([[ref, ref, scores]], 0.5)
+    for _ in range(100):
+        other = torch.log_softmax(ref + scores / 0.5 + 0.1 * torch.randn(50).double(), 0)
+        other_score, other_kl = optimum.score_and_kl([[ref, other, scores]], [other])
+        assert other_score - 0.5 * other_kl < score - 0.5 * kl
+
+
+def test_optimum_of_other_checkpoints(tmp_path):
+    """Only those of ppo_rlhf.py on its reviews are accepted."""
+    for settings in ({"model": "gpt2", "kl_target": None}, {"model": None}):  # the second is of grpo.py
+        torch.save({"args": settings}, tmp_path / "checkpoint.pt")
+        with pytest.raises(ValueError, match="only these can be enumerated"):
+            optimum.load(tmp_path / "checkpoint.pt")
