@@ -13,7 +13,7 @@ import matplotlib as mpl
 import pandas as pd
 from experiments import HERE
 from figures import COLORS, STYLES, THEMES, save, style
-from language import CURVES, RUNS, TEN
+from language import CURVES, RUNS
 from matplotlib.figure import Figure
 from report import Row, fill, markdown
 from scipy.interpolate import PchipInterpolator
@@ -53,7 +53,7 @@ def seeds_table(runs: pd.DataFrame) -> Iterator[Row]:
         "GRPO, sums": ("grpo-sums", "gold"),
         "PPO, sums": ("ppo-sums", "gold"),
     }
-    for seed in (*TEN, "median"):
+    for seed in (*sorted(runs.seed.unique()), "median"):
         found = runs if seed == "median" else runs[runs.seed == seed]
         cells = {label: middle(found[found.study == name][x]) for label, (name, x) in columns.items()}
         yield {"seed": f"{seed}"} | cells
