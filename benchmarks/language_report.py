@@ -44,6 +44,18 @@ def middle(values: pd.Series, form: str = "{:.1%}") -> str:
     return median if low == high else f"{median} ({low} to {high})"
 
 
+def with_frontier(runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs of seeds that have all ten of the frontier."""
+    found = runs[runs.study.str.match(FRONTIER)].groupby("seed").study.nunique()
+    return runs[runs.seed.isin(found.index[found == 10])]
+
+
+def paired(table: pd.DataFrame, task: str) -> pd.DataFrame:
+    """The rows of seeds that both methods have on a task."""
+    ppo, grpo = (set(table.seed[table.study == f"{method}-{task}"]) for method in METHODS.values())
+    return table[table.seed.isin(ppo & grpo)]
+
+
 def seeds_table(runs: pd.DataFrame) -> Iterator[Row]:
     """The defaults, seed by seed, and their medians."""
     columns = {
@@ -64,8 +76,8 @@ def frontier_table(runs: pd.DataFrame) -> Iterator[Row]:
 
     GRPO's runs of all β, and the reference (0, 0), are interpolated to the KL of each run of PPO.
     """
+    runs = with_frontier(runs)
     runs = runs[runs.study.str.match(FRONTIER)].sort_values("kl")
-    runs = runs[runs.groupby("seed").study.transform("size") == 10]
     ppo, grpo = runs[runs.script == "ppo_rlhf"], runs[runs.script == "grpo"]
     curves = {seed: PchipInterpolator([0, *x.kl], [0, *x.score]) for seed, x in grpo.groupby("seed")}
     ppo = ppo.assign(grpo=[float(curves[run.seed](run.kl)) for run in ppo.itertuples()])
@@ -92,13 +104,15 @@ def results_table(runs: pd.DataFrame, studies: str) -> Iterator[Row]:
 
 
 def cost_table(runs: pd.DataFrame, curves: pd.DataFrame) -> Iterator[Row]:
-    """What the methods take in all, and until 90% of the best J, or of the sums, are reached."""
+    """What the methods take in all, and until 90% of the best J, or of the sums; with the same seeds."""
     for task, quantity in (("reviews", "share"), ("sums", "gold")):
         for label, method in METHODS.items():
-            found, points = (x[x.study == f"{method}-{task}"] for x in (runs, curves))
+            both = paired(runs, task), paired(curves, task)
+            found, points = (x[x.study == f"{method}-{task}"] for x in both)
             good = points[points[quantity] >= 0.9].groupby("seed")[["tokens", "seconds"]].min().median()
             yield {
                 "run": f"{label}, {task}",
+                "seeds": f"{len(found)}",
                 "tokens": f"{found.tokens.mean() / 1000:.0f}k",
                 "gradient steps": f"{found.gradient_steps.iloc[0]:,}",
                 "seconds": middle(found.seconds, "{:.0f}"),
@@ -110,6 +124,7 @@ def frontier_figure(runs: pd.DataFrame) -> Figure:
     """Left: score against KL. Right: score and the human's taste as β falls."""
     figure = Figure(figsize=(8, 3.3), layout="constrained")
     left, right = figure.subplots(1, 2)
+    runs = with_frontier(runs)
     ppo = runs[runs.study.str.match("ppo-(reviews|beta)")]
     means = ppo.groupby("kl_coef")[["kl", "score", "gold", "kl_optimum", "score_optimum"]].mean()
     best = means[means.index >= 0.05]
@@ -136,7 +151,8 @@ def comparison_figure(curves: pd.DataFrame) -> Figure:
         row[0].set_ylabel(f"{task}: {'share of best J' if task == 'reviews' else 'held out, right'}")
         for axes, x in zip(row, ("tokens", "seconds"), strict=True):
             for index, (label, method) in enumerate(METHODS.items()):
-                points = curves[curves.study == f"{method}-{task}"].groupby("episodes")
+                found = paired(curves, task)
+                points = found[found.study == f"{method}-{task}"].groupby("episodes")
                 at, y = points[x].mean(), points[quantity]
                 axes.plot(at, y.mean(), STYLES[index], color=COLORS[index], label=label)
                 axes.fill_between(at, y.min(), y.max(), color=COLORS[index], alpha=0.18, linewidth=0)
