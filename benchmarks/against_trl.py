@@ -3,25 +3,20 @@
     pip install -e '.[benchmarks,rlhf]' trl requests
     python benchmarks/against_trl.py     # runs what trl.csv lacks, draws the figure, prints the tables
 
-A small Llama learns to add two numbers from examples half of which are wrong. Then both libraries train it
-with GRPO, with a reward of 1 for a right answer, and with the same settings: those of `train_ours` and
-`train_trl` stand in the same order. Each run is a process of its own with one thread; for each seed, one
-library runs right after the other, and which is first alternates. The reward function measures: both call it
-once per batch, so a step is the time from one call to the next, with generation, learning and logging.
+A small Llama learns to add two numbers from examples half of which are wrong. Both libraries then train it
+with a reward of 1 for a right answer and the same settings. Each run is a process of its own with one thread.
+A seed's two runs follow each other, and which is first alternates. The reward function measures: both call it
+once per batch, so a step is what happens from one call to the next. Seconds are of CPU time.
 
-What is matched though the defaults differ: the learning rate, which TRL decays per gradient step, gets our
-schedule of one value per batch; PyTorch's Adam is passed in. What differs:
+Ours decays the learning rate per batch, TRL's per gradient step, so TRL gets our schedule. What differs:
 
-  - TRL draws prompts without replacement, we with it. At 32 of 8,910 prompts per step, few repeat.
-  - TRL forms minibatches once per batch and repeats them in its second pass. We shuffle before each pass.
-  - TRL's dapo divides by the mean number of tokens of the batch's minibatches, our token-mean by that of the
-    minibatch itself.
-  - TRL computes the entropy in each forward pass, and prints metrics. We write TensorBoard's log,
-    completions.jsonl and two checkpoints.
-  - Random numbers differ, so seeds do not pair.
+  - TRL draws prompts without replacement, ours with it. At 32 of 8,910 prompts per step, few repeat.
+  - TRL repeats a batch's minibatches in the second pass; ours shuffles again. Random numbers differ anyway.
+  - TRL's dapo divides by the mean number of tokens per minibatch; our token-mean, by the minibatch's own.
+  - TRL computes entropies in learning. Ours writes TensorBoard's log, all responses and two checkpoints.
 
-A Llama has no dropout, and relative positions: TRL does not pass positions when it learns, so that with
-GPT-2's absolute ones, left padding would shift them.
+Llama has no dropout, which TRL leaves on, and relative positions: TRL passes none in learning, so padding on
+the left would shift those of GPT-2.
 """
 
 from __future__ import annotations
@@ -44,7 +39,7 @@ import grpo
 
 RESULTS = HERE / "trl.csv"
 LOSSES = {"constant": "dr_grpo", "token-mean": "dapo", "sequence-mean": "grpo"}  # our name, TRL's
-SEEDS = {"constant": (1, 2, 3, 4, 5), "token-mean": (1, 2, 3), "sequence-mean": (1, 2, 3)}
+SEEDS = range(1, 6)
 STEPS = 50  # batches of 256 responses
 calls: list[tuple] = []  # of the reward function: mean, time, and peak of memory
 
@@ -139,7 +134,7 @@ def run_missing() -> None:
     stored = RESULTS.read_text() if RESULTS.exists() else ""
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
-        for loss, seed in [(name, seed) for name in LOSSES for seed in SEEDS[name]]:
+        for loss, seed in itertools.product(LOSSES, SEEDS):
             for library in ("ours", "trl") if seed % 2 else ("trl", "ours"):
                 if f",{library},{loss},{seed}," not in stored:
                     command = [sys.executable, str(HERE / "against_trl.py"), library, loss, str(seed), folder]
