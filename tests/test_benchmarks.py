@@ -173,7 +173,7 @@ def test_list_of_experiments_is_sound():
         if run.experiment.script != "sb3":
             script = SCRIPTS[run.experiment.script]
             script.check_args(tyro.cli(script.Args, args=run.arguments))
-    have = {(run.experiment.name, run.task) for run in listed}
+    have = {(run.experiment.name, (run.env_id, run.steps)) for run in listed}
     for study in experiments.STUDIES.values():
         assert {(name, task) for name in study.experiments for task in study.tasks} <= have
 
