@@ -57,7 +57,6 @@ import tyro
 from ale_py.vector_env import AtariVectorEnv
 from gymnasium.vector import VectorEnv
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam
 from torch.utils.tensorboard import SummaryWriter
 
@@ -321,6 +320,8 @@ def compute_gradients(agent: Agent, minibatch: Batch, args: Args, state: State) 
     """Compute the gradients of the loss, clipped to --max-grad-norm. Returns metrics."""
     loss, metrics = ppo_loss(agent, minibatch, args, state)
     loss.backward()
+    for parameter in agent.parameters():
+        average(parameter.grad)
     metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     return metrics
 
@@ -412,10 +413,8 @@ def train(args: Args) -> dict:
     if args.resume:
         restore(args, agent, optimizer, state)
     env_seed = (env_seed + state.global_step) % 2**29 + rank * args.num_envs  # the ALE wants less than 2**31
-    learner = agent
-    if processes > 1:
-        learner = DistributedDataParallel(agent)  # broadcasts the weights, and averages gradients
-        torch.manual_seed(env_seed)  # of the action noise and the minibatches
+    if processes > 1:  # the weights are equal; the action noise and the minibatches are not
+        torch.manual_seed(env_seed)
     run = Run(args, agent, optimizer, state) if rank == 0 else None
 
     rollout.obs[-1] = torch.as_tensor(envs.reset(seed=env_seed)[0])  # where the first rollout starts
@@ -424,7 +423,7 @@ def train(args: Args) -> dict:
             adjust_coefficients(state, args)
             episodes = collect_rollout(envs, agent, rollout, args)
             batch = make_batch(rollout, args)
-            metrics = update(learner, optimizer, batch, args, state)
+            metrics = update(agent, optimizer, batch, args, state)
             state.kl, state.entropy = metrics["kl"], metrics["entropy"]
             state.global_step += round(processes * average(batch.weights.sum()).item())
             if rank == 0:

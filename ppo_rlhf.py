@@ -477,8 +477,8 @@ def train(args: Args) -> Path:
     path = make_folder(args)
     torch.manual_seed(args.seed)
     models, task = load_pretrained(args) if args.model else make_reviews(args)
-    connect(models, args)
     optimizer = Adam([p for p in models.parameters() if p.requires_grad], fused=True)
+    connect(models, args)  # after Adam, which imports what would keep the connection open at exit
     episodes, comparisons = resume(args, models, optimizer) if args.resume else (0, [])
     task.comparisons.extend(comparisons)
     writer = start_log(path, args, episodes)
@@ -509,6 +509,8 @@ def train(args: Args) -> Path:
     if args.model and RANK == 0:
         models.actor.save_pretrained(path.parent / "model")
         task.tokenizer.save_pretrained(path.parent / "model")
+    if PROCESSES > 1:
+        dist.destroy_process_group()
     return path
 
 
@@ -842,8 +844,6 @@ def check_args(args: Args) -> None:
         raise ValueError("--model needs --prompts, and --reward-model or --reward-function")
     if not args.model and (args.prompts or args.reward_model or args.reward_function or args.lora_rank):
         raise ValueError("--prompts, --reward-model, --reward-function and --lora-rank need --model")
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device {args.device}: PyTorch finds no CUDA device; use cpu")
     for name in args.reward_function:
         pkgutil.resolve_name(name)
     for path in filter(None, (args.prompts, args.eval_prompts)):

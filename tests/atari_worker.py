@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -25,10 +24,9 @@ def learn(**changes):
     rollout, share = ppo.Rollout(args, 5), args.num_envs // processes
     for name in ("obs", "policies", "values", "actions", "rewards", "terminated", "truncated", "valid"):
         setattr(rollout, name, getattr(whole, name)[:, rank * share : (rank + 1) * share])
-    agent = make_agent(args, seed=rank)  # other weights than the first process's, until they are connected
-    learner = DistributedDataParallel(agent) if processes > 1 else agent
+    agent = make_agent(args)
     optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5)
-    metrics = ppo.update(learner, optimizer, ppo.make_batch(rollout, args), args, ATARI.make_state(args))
+    metrics = ppo.update(agent, optimizer, ppo.make_batch(rollout, args), args, ATARI.make_state(args))
     return weights(agent), metrics, int(optimizer.state[agent.actor.weight]["step"])
 
 

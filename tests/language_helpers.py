@@ -1,6 +1,6 @@
 """What the tests of the language models share; as a program, a process of test_two_processes_learn_like_one.
 
-python tests/language_helpers.py FOLDER
+python tests/language_helpers.py ppo_rlhf FOLDER
 """
 
 import sys
@@ -123,6 +123,7 @@ def share_of_an_update(script, folder):
     """Learn from a batch, or from every second response if there are two processes; save what comes of it."""
     args = script.Args(batch_size=16, num_minibatches=1, max_grad_norm=0.5)
     models = new_models(script)
+    optimizer = torch.optim.SGD([p for p in models.parameters() if p.requires_grad], 0.1)
     if script.PROCESSES > 1:
         with torch.no_grad():  # weights are equal once the processes are connected
             for parameter in models.parameters():
@@ -130,7 +131,6 @@ def share_of_an_update(script, folder):
         script.connect(models, args)
     batch = random_batch(script)
     share = rows_of(batch, torch.arange(script.RANK, 16, script.PROCESSES))
-    optimizer = torch.optim.SGD([p for p in models.parameters() if p.requires_grad], 0.1)
     results = {
         "metrics": update(script, models, optimizer, share, args),
         "weights": flat(models.parameters()),
@@ -148,5 +148,4 @@ def share_of_an_update(script, folder):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for each in (rlhf, grpo):
-        share_of_an_update(each, sys.argv[1])
+    share_of_an_update({"ppo_rlhf": rlhf, "grpo": grpo}[sys.argv[1]], sys.argv[2])

@@ -446,7 +446,6 @@ WORKER = Path(__file__).with_name("atari_worker.py")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("CI" in os.environ, reason="torchrun has hung on a busy CI machine")
 def test_two_processes_learn_like_one(tmp_path):
     """Halves of a rollout in two processes, equally many transitions each: as all of it in one.
 
@@ -473,7 +472,6 @@ def test_two_processes_learn_like_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("CI" in os.environ, reason="torchrun has hung on a busy CI machine")
 def test_torchrun(tmp_path):
     """Two processes write one folder and one report, of the steps of both; one process can resume."""
     words = [*TORCHRUN, ppo.__file__, *flags(**QUICK, total_timesteps=200)]

@@ -1181,16 +1181,17 @@ def run_process(where, *words):
 
 
 @pytest.mark.slow
-def test_two_processes_learn_like_one(tmp_path):
+@both
+def test_two_processes_learn_like_one(script, tmp_path):
     """Halves of a batch in two processes: the weights and metrics of all of it in one."""
+    name = script.__name__
     for launcher in ([sys.executable], TORCHRUN):
-        run_process(tmp_path, *launcher, str(ROOT / "tests/language_helpers.py"), str(tmp_path))
-    for name in ("ppo_rlhf", "grpo"):
-        one, *others = (torch.load(tmp_path / f"{name}-{part}.pt") for part in ("1-0", "2-0", "2-1"))
-        for other in others:
-            torch.testing.assert_close(other.pop("weights"), one["weights"], atol=1e-6, rtol=1e-5)
-            for key, value in other.items():
-                assert value == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
+        run_process(tmp_path, *launcher, shared.__file__, name, str(tmp_path))
+    one, *others = (torch.load(tmp_path / f"{name}-{part}.pt") for part in ("1-0", "2-0", "2-1"))
+    for other in others:
+        torch.testing.assert_close(other.pop("weights"), one["weights"], atol=1e-6, rtol=1e-5)
+        for key, value in other.items():
+            assert value == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
 
 
 @pytest.mark.slow
@@ -1231,8 +1232,7 @@ WRONG = [
     (grpo, {"model": "x", "prompts": os.devnull, "reward_function": "missing:f"}, "missing"),
     (grpo, {"model": "x", "prompts": os.devnull, "reward_function": "math:missing"}, "missing"),
     (grpo, {"resume": "missing.pt"}, "missing.pt"),
-    (grpo, {"device": "cuda"}, "--device"),
-][: -1 if torch.cuda.is_available() else None]
+]
 
 
 @pytest.mark.parametrize(("script", "settings", "name"), WRONG, ids=str)
