@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.5", "numpy", "tensorboard", "tyro>=0.9"]
+# dependencies = ["torch>=2.5", "numpy", "tensorboard", "tyro>=0.9.1"]
 # ///
 r"""Group Relative Policy Optimization (GRPO) for language models, in one file.
 

@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "torch>=2.5", "gymnasium[classic-control,toy-text]>=1.1", "numpy", "tensorboard", "tyro>=0.9",
+#     "torch>=2.5", "gymnasium[classic-control,toy-text]>=1.1", "numpy", "tensorboard", "tyro>=0.9.1",
 # ]
 # ///
 """Proximal Policy Optimization (PPO) for discrete actions, in one file.
@@ -544,7 +544,7 @@ def make_envs(args: Args) -> VectorEnv:
 
 ADVICE = [  # iterations in a row; condition on the metrics; what to do
     (1, lambda m: m["kl"] > 1,
-     "KL > 1: the update was far too large; start again with a lower --learning-rate"),
+     "KL > 1: the update was too large; if the return stays low, start again with a lower --learning-rate"),
     (5, lambda m: m["kl"] > 0.05,
      "KL > 0.05: updates are too large; lower --learning-rate or --update-epochs"),
     (20, lambda m: m["kl"] < 1e-6 and m["progress"] < 0.5,

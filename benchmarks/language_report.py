@@ -1,7 +1,6 @@
 """Tables and figures of the runs that language.py stored.
 
-python benchmarks/language_report.py              # rewrite the tables of the page, and redraw the figures
-python benchmarks/language_report.py --check      # do the tables match the stored results?
+python benchmarks/language_report.py
 """
 
 from __future__ import annotations
