@@ -381,9 +381,8 @@ def grpo_loss(log_probs: Tensor, batch: Batch, num_tokens: Tensor, args: Args) -
 @torch.no_grad()
 def collect(models: Models, task: Task, args: Args) -> tuple[Batch, dict, dict]:
     """B responses with advantages, G to each of B/G prompts; also metrics, and what is to be written."""
-    num_groups = args.batch_size // args.group_size // PROCESSES
-    chosen = torch.randint(len(task.prompts), (num_groups,)).repeat_interleave(args.group_size)
-    rows = [task.prompts[i] for i in chosen]
+    chosen = torch.randint(len(task.prompts), (args.batch_size // args.group_size // PROCESSES,))
+    rows = [task.prompts[i] for i in chosen.repeat_interleave(args.group_size)]
     responses, sampled_log_probs = generate(models.actor, task, rows, args)
     # log π is computed anew, in the same way as in the update: at first, the ratio is 1.
     log_probs = ref_log_probs = all_log_probs(models.actor, responses, args)
@@ -400,10 +399,11 @@ def collect(models: Models, task: Task, args: Args) -> tuple[Batch, dict, dict]:
     means = {f"rewards/{name}": values for name, values in rewards.items()} | {
         "reward": scores,
         "frac_reward_zero_std": groups.amax(1) == groups.amin(1),
-        "objective/kl": kl,  # in nats per response
         "completions/mean_length": mask.sum(1),
         "completions/clipped_ratio": ~stops.any(1),
     }
+    if models.reference is not None:
+        means["objective/kl"] = kl  # in nats per response
     metrics = {name: mean(values) for name, values in means.items()} | {
         "reward_std": mean((scores - mean(scores)).square()) ** 0.5,
         "entropy": -masked_mean(log_probs, mask).item(),  # an estimate, in nats per token
@@ -533,8 +533,8 @@ def autocast(args: Args) -> torch.autocast:
 
 def connect(models: Models, args: Args) -> None:
     """Connect the processes that torchrun started. Each has a GPU, and all start with the same weights."""
-    if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if PROCESSES > 1 and args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     models.to(args.device).eval()  # no dropout: with it, the first ratio would not be 1
     if PROCESSES > 1:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")

@@ -300,7 +300,6 @@ class Rollout:
         self.scaled_rewards: Tensor  # [T, N], set by normalize_rollout
         self.episode_returns = np.zeros(args.num_envs)  # of the unfinished episodes, so far
         self.episode_lengths = np.zeros(args.num_envs, int)
-        self.infos = [{}] * args.num_steps  # what the environments reported in each step
 
 
 @torch.inference_mode()
@@ -316,7 +315,7 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
         means, log_stds = policy.chunk(2, -1)
         actions[t] = (means + log_stds.exp() * step_noise).cpu().numpy()
         env_actions = rescale(actions[t], envs.single_action_space)
-        obs[t + 1], rewards[t], terminated[t], truncated[t], rollout.infos[t] = envs.step(env_actions)
+        obs[t + 1], rewards[t], terminated[t], truncated[t], _ = envs.step(env_actions)
     valid[1:] = ~(terminated | truncated)[:-1]
 
 
@@ -740,7 +739,8 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
         batch = isinstance(space, gym.spaces.Box) and np.ndim(obs) > len(space.shape)
         flat = np.reshape(obs, (len(obs), -1)) if batch else gym.spaces.flatten(space, obs)
         flat = torch.as_tensor(flat, dtype=torch.float32, device=device)
-        return rescale(agent.actor(agent.normalize(flat)).cpu().numpy(), env.action_space)
+        means, _ = agent.policy(agent.normalize(flat)).chunk(2, -1)
+        return rescale(means.cpu().numpy(), env.action_space)
 
     return policy
 

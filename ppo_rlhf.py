@@ -564,8 +564,8 @@ def autocast(args: Args) -> torch.autocast:
 
 def connect(models: Models, args: Args) -> None:
     """Connect the processes that torchrun started. Each has a GPU, and all start with the same weights."""
-    if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if PROCESSES > 1 and args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     models.to(args.device).eval()  # no dropout: with it, the first ratio would not be 1
     if PROCESSES > 1:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")

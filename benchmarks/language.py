@@ -154,7 +154,7 @@ class Recorder:
         if samples:
             self.episodes = episodes + self.args.batch_size
             self.tokens += metrics[self.length] * self.args.batch_size
-            self.recent.append((metrics[self.score], metrics["objective/kl"]))
+            self.recent.append((metrics[self.score], metrics.get("objective/kl", 0.0)))
 
 
 def run_study(study: Study, seed: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -77,6 +77,22 @@ def test_a_policy_takes_the_environments_observations(case, observation, tmp_pat
 
 
 @each_script
+def test_a_changed_policy_is_what_plays(case, tmp_path, monkeypatch):
+    """A copy may change `Agent.policy`: actions are the most likely ones of what it returns."""
+    policy, agent, env = policy_of(case, tmp_path, "vector")
+    original = case.script.Agent.policy
+    monkeypatch.setattr(case.script.Agent, "policy", lambda agent, obs: original(agent, obs).flip(-1))
+    obs = np.stack([env.observation_space.sample() for _ in range(20)])
+    flipped = original(agent, agent.normalize(torch.tensor(obs, dtype=torch.float32))).flip(-1)
+    if case is DISCRETE:
+        expected = flipped.argmax(-1)
+    else:
+        means, _ = flipped.detach().chunk(2, -1)
+        expected = case.script.rescale(means.numpy(), env.action_space)
+    assert policy(obs) == pytest.approx(np.asarray(expected), abs=1e-5)
+
+
+@each_script
 def test_an_evaluation_repeats(case, trained, tmp_path):
     """It gives the returns that training ended with, changes nothing, and depends on the seed."""
     done, results = trained(case), []

@@ -643,7 +643,7 @@ def test_grpo_without_kl_in_the_reward():
         pairs = torch.tensor(samples["first"]).view(-1, 2)
         half = (pairs[:, 0] - pairs[:, 1]) / 2
         torch.testing.assert_close(batch.advantages, torch.stack([half, -half], 1).flatten())
-        assert (metrics["objective/kl"] == 0) == (models.reference is None)
+        assert ("objective/kl" in metrics) == (models.reference is not None)
         assert torch.equal(batch.log_probs, batch.ref_log_probs) == (models.reference is None)
 
 
@@ -801,10 +801,11 @@ def test_models_from_a_folder(script, name, changes, folder, tmp_path, monkeypat
     more = {"reward_model": str(folder / f"{name}-reward")} if script is rlhf else {}
     path = script.train(real_args(script, folder, name, **changes, **more))
     metrics = curves(path.parent)
-    kl = metrics["objective/kl"]
     exact = "bfloat16" not in changes
-    assert abs(kl[0]) < (1e-5 if exact else 1e-2)
-    assert abs(kl[64]) > 1e-4 or (script is grpo and "kl_coef" in changes)
+    if script is rlhf or "kl_coef" not in changes:
+        kl = metrics["objective/kl"]
+        assert abs(kl[0]) < (1e-5 if exact else 1e-2)
+        assert abs(kl[64]) > 1e-4
     (mismatch,) = (metrics[name] for name in metrics if name.startswith(("val/samp", "sampling/")))
     assert max(mismatch.values()) < (1e-4 if exact else 0.1)  # without dropout
     assert metrics["lr"] == pytest.approx({0: 1e-3, 32: 1e-3 * 2 / 3, 64: 1e-3 / 3})
