@@ -130,13 +130,16 @@ def study_table(results: pd.DataFrame, study: Study) -> Iterator[Row]:
             yield row
 
 
+VARIANTS = {"": "eager", "sb3": "Stable-Baselines3", "sbx": "SBX", "cleanrl": "CleanRL"}
+
+
 def speed_table(rows: list[dict[str, Any]]) -> Iterator[Row]:
     """What throughput.py stored: speed beside Stable-Baselines3."""
     for row in rows:
         for flags, found in row["variants"].items():
             yield {
                 "task": f"{row['env_id']}, N = {row['num_envs']:,}",
-                "variant": {"": "eager", "sb3": "Stable-Baselines3"}.get(flags, f"`{flags}`"),
+                "variant": VARIANTS.get(flags, f"`{flags}`"),
                 "steps per second": "{1:,.0f} ({0:,.0f} to {2:,.0f})".format(*found["sps"]),
                 "ratio": "**{1:.2f}** ({0:.2f} to {2:.2f})".format(*found["ratio"]),
                 "compiling, s": f"{found['compiling'][1]:.0f}" if "compiling" in found else "",

@@ -141,14 +141,17 @@ def sb3_envs(env_id: str, num_envs: int, seed: int) -> Any:
     return make_vec_env(env_id, num_envs, seed)
 
 
-def train_sb3(env_id: str, steps: int, seed: int, settings: dict[str, Any]) -> tuple[Any, np.ndarray]:
+def train_sb3(
+    env_id: str, steps: int, seed: int, settings: dict[str, Any], library: str = "stable_baselines3"
+) -> tuple[Any, np.ndarray]:
     """Train with Stable-Baselines3: the model, and steps, return and time at each rollout's end [..., 3].
+
+    Or with SBX ("sbx"), which is Stable-Baselines3 in JAX.
 
     The settings are those of its `PPO`, with the activation function by its name, and "n_envs", "normalize"
     (observations and rewards) and "scheduled": the steps in which "linear x" decays from x to 0.
     """
     import torch
-    from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.vec_env import VecNormalize
 
@@ -163,9 +166,12 @@ def train_sb3(env_id: str, steps: int, seed: int, settings: dict[str, Any]) -> t
             settings[name] = lambda remaining, first=first: first * remaining
     if "policy_kwargs" in settings:
         network = settings["policy_kwargs"]
-        settings["policy_kwargs"] = network | {"activation_fn": getattr(torch.nn, network["activation_fn"])}
+        name, functions = network["activation_fn"], torch.nn
+        if library == "sbx":
+            name, functions = name.lower(), importlib.import_module("flax.linen")
+        settings["policy_kwargs"] = network | {"activation_fn": getattr(functions, name)}
     policy, device = ("CnnPolicy", "auto") if "NoFrameskip" in env_id else ("MlpPolicy", "cpu")
-    model = PPO(policy, envs, seed=seed, device=device, **settings)
+    model = importlib.import_module(library).PPO(policy, envs, seed=seed, device=device, **settings)
 
     class Log(BaseCallback):
         def _on_step(self) -> bool:
