@@ -449,8 +449,8 @@ WORKER = Path(__file__).with_name("atari_worker.py")
 def test_two_processes_learn_like_one(tmp_path):
     """Halves of a rollout in two processes, equally many transitions each: as all of it in one.
 
-    They start with the first one's weights, and stop at --target-kl together, whatever the KL divergence of
-    their own transitions is. In `train`, their games and actions differ, and their weights stay the same.
+    They stop at --target-kl together, whatever the KL divergence of their own transitions is. In `train`,
+    their games and actions differ, and their weights stay the same.
     """
     for launcher in ([sys.executable], TORCHRUN):
         subprocess.run([*launcher, str(WORKER), str(tmp_path)], check=True, timeout=200)
