@@ -172,6 +172,16 @@ CONTINUOUS = [
 for name, (env_id, label, flags) in OWN_FLAGS.items():
     plan = each([(env_id, 1_000_000)], 5, first=101)
     CONTINUOUS.append(Experiment(name, label, "ppo_continuous.py", plan, f"--compile {flags}"))
+# The study of continuous control's special parts: experiments by name, with label and flags
+PARTS = {
+    "parts-all": ("all three", ""),
+    "parts-no-stagger": ("without staggered episodes", "--no-stagger"),
+    "parts-no-floor": ("without the lower limit", "--min-log-std -20"),
+    "parts-high-floor": ("all three, `--min-log-std -1.5`", "--min-log-std -1.5"),
+}
+for name, (label, flags) in PARTS.items():
+    plan = each(MUJOCO, 5, first=201)
+    CONTINUOUS.append(Experiment(name, label, "ppo_continuous.py", plan, f"--compile {flags}".strip()))
 
 # Atari
 PONG, BREAKOUT = ("PongNoFrameskip-v4", 2_000_000), ("BreakoutNoFrameskip-v4", 10_000_000)
