@@ -461,12 +461,6 @@ def train(args: Args) -> dict:
 
     rollout.obs[-1], _ = envs.reset(seed=env_seed + state.global_step)  # where the first rollout starts
     try:
-        if state.global_step == 0 and args.norm_obs:
-            # The first rollout only sets the normalisers: learning never sees raw observations.
-            collect_rollout(envs, agent, rollout, args)
-            normalize_rollout(agent, rollout, args)
-            finished_episodes(rollout)
-            state.global_step += int(rollout.valid.sum())
         while state.global_step < args.total_timesteps:
             adjust_coefficients(state, args)
             collect_rollout(envs, agent, rollout, args)

@@ -177,6 +177,8 @@ PARTS = {
     "parts-all": ("all three", ""),
     "parts-no-stagger": ("without staggered episodes", "--no-stagger"),
     "parts-no-floor": ("without the lower limit", "--min-log-std -20"),
+    "parts-none": ("without all three", "--no-stagger --min-log-std -20"),
+    "parts-no-first": ("without the first rollout", ""),
     "parts-high-floor": ("all three, `--min-log-std -1.5`", "--min-log-std -1.5"),
 }
 for name, (label, flags) in PARTS.items():
