@@ -166,24 +166,12 @@ OWN_FLAGS = {  # of three tasks, besides the defaults: task, label and flags, by
     "continuous-pendulum": ("InvertedDoublePendulum-v5", "`--min-log-std -1.5`", "--min-log-std -1.5"),
 }
 CONTINUOUS = [
-    Experiment("continuous", "the defaults", "ppo_continuous.py", each(MUJOCO, 5, first=101), "--compile"),
+    Experiment("continuous", "the defaults", "ppo_continuous.py", each(MUJOCO, 3, first=301), "--compile"),
     Experiment("sb3-rl-zoo-mujoco", "Stable-Baselines3", "sb3", each(TUNED, 3)),
 ]
 for name, (env_id, label, flags) in OWN_FLAGS.items():
-    plan = each([(env_id, 1_000_000)], 5, first=101)
+    plan = each([(env_id, 1_000_000)], 3, first=301)
     CONTINUOUS.append(Experiment(name, label, "ppo_continuous.py", plan, f"--compile {flags}"))
-# The study of continuous control's special parts: experiments by name, with label and flags
-PARTS = {
-    "parts-all": ("all three", ""),
-    "parts-no-stagger": ("without staggered episodes", "--no-stagger"),
-    "parts-no-floor": ("without the lower limit", "--min-log-std -20"),
-    "parts-none": ("without all three", "--no-stagger --min-log-std -20"),
-    "parts-no-first": ("without the first rollout", ""),
-    "parts-high-floor": ("all three, `--min-log-std -1.5`", "--min-log-std -1.5"),
-}
-for name, (label, flags) in PARTS.items():
-    plan = each(MUJOCO, 5, first=201)
-    CONTINUOUS.append(Experiment(name, label, "ppo_continuous.py", plan, f"--compile {flags}".strip()))
 
 # Atari
 PONG, BREAKOUT = ("PongNoFrameskip-v4", 2_000_000), ("BreakoutNoFrameskip-v4", 10_000_000)
