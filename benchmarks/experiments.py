@@ -163,7 +163,7 @@ SWIMMER_FLAGS = "--gamma 0.9999 --gae-lambda 0.98"
 OWN_FLAGS = {  # of three tasks, besides the defaults: task, label and flags, by name of the experiment
     "continuous-ant": ("Ant-v5", "no contact forces", NO_FORCES),
     "continuous-swimmer": ("Swimmer-v5", f"`{SWIMMER_FLAGS}`", SWIMMER_FLAGS),
-    "continuous-pendulum": ("InvertedDoublePendulum-v5", "`--min-log-std -1.5`", "--min-log-std -1.5"),
+    "continuous-pendulum": ("InvertedDoublePendulum-v5", "`--ent-coef 0.01`", "--ent-coef 0.01"),
 }
 CONTINUOUS = [
     Experiment("continuous", "the defaults", "ppo_continuous.py", each(MUJOCO, 3, first=301), "--compile"),

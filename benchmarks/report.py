@@ -131,18 +131,22 @@ def study_table(results: pd.DataFrame, study: Study) -> Iterator[Row]:
 
 
 VARIANTS = {"": "eager", "sb3": "Stable-Baselines3", "sbx": "SBX", "cleanrl": "CleanRL"}
+VARIANTS |= {"tianshou": "Tianshou", "torchrl": "TorchRL", "skrl": "skrl"}
 
 
 def speed_table(rows: list[dict[str, Any]]) -> Iterator[Row]:
     """What throughput.py stored: speed beside Stable-Baselines3."""
     for row in rows:
         for flags, found in row["variants"].items():
+            seconds = found.get("seconds")  # infinite if a seed never reached the goal
+            goal = "{1:.0f} ({0:.0f} to {2:.0f})".format(*seconds) if seconds else ""
             yield {
                 "task": f"{row['env_id']}, N = {row['num_envs']:,}",
                 "variant": VARIANTS.get(flags, f"`{flags}`"),
                 "steps per second": "{1:,.0f} ({0:,.0f} to {2:,.0f})".format(*found["sps"]),
                 "ratio": "**{1:.2f}** ({0:.2f} to {2:.2f})".format(*found["ratio"]),
-                "compiling, s": f"{found['compiling'][1]:.0f}" if "compiling" in found else "",
+                "start, s": f"{found['start'][1]:.0f}" if "start" in found else "",
+                "s to the goal": f"{row['goal']:g}: {goal}" if seconds else "",
             }
 
 

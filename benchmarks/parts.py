@@ -1,0 +1,64 @@
+"""Did three special parts help `ppo_continuous.py`? Makes the table of the study from `parts.csv`.
+
+    python benchmarks/parts.py
+
+A score is (greedy return - r) / (best published - r), where r is the mean return of uniformly random actions.
+The interquartile mean leaves out the lowest and the highest quarter of all scores of all environments, and
+its 95% interval is the bootstrap's, both by rliable (Agarwal et al. 2021, "Deep Reinforcement Learning at the
+Edge of the Statistical Precipice"). P is the probability that a seed is better than one of the first setting.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import gymnasium as gym
+import numpy as np
+import pandas as pd
+from experiments import HERE, PUBLISHED
+from report import interval, markdown
+from rliable.metrics import aggregate_iqm, probability_of_improvement
+
+
+@cache
+def random_return(env_id: str) -> float:
+    """Mean return of 100 episodes of uniformly random actions."""
+    env, total = gym.make(env_id), 0.0
+    env.action_space.seed(1)
+    for episode in range(100):
+        env.reset(seed=episode)
+        over = False
+        while not over:
+            _, reward, terminated, truncated, _ = env.step(env.action_space.sample())
+            total += float(reward)
+            over = terminated or truncated
+    return total / 100
+
+
+def score(env_id: str, greedy: float) -> float:
+    """0 for random actions, 1 for the best published return."""
+    low = random_return(env_id)
+    return (greedy - low) / (PUBLISHED[env_id][0] - low)
+
+
+def main() -> None:
+    """Print the table."""
+    table = pd.read_csv(HERE / "parts.csv")
+    table["score"] = [score(*pair) for pair in zip(table.env_id, table.greedy, strict=True)]
+    rows, first = [], np.zeros(0)
+    for setting, found in table.groupby("setting", sort=False):
+        scores = found.pivot_table(index="seed", columns="env_id", values="score").to_numpy()
+        row = {"setting": str(setting), "seeds": str(len(scores))}
+        row["interquartile mean"] = "**{:.2f}** [{:.2f}, {:.2f}]".format(*interval(aggregate_iqm, scores))
+        first = first if len(first) else scores
+        better = interval(probability_of_improvement, scores, first)
+        row["P"] = "" if scores is first else "{:.2f} [{:.2f}, {:.2f}]".format(*better)
+        rows.append(row)
+    print(markdown(rows))
+    means = table.pivot_table(index="env_id", columns="setting", values="greedy", sort=False)
+    means["random"] = [random_return(str(env_id)) for env_id in means.index]
+    print(means.round(1).to_string())
+
+
+if __name__ == "__main__":
+    main()
