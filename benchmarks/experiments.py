@@ -159,10 +159,9 @@ STUDIES = {  # K is the number of epochs per rollout, 15 by default
 MUJOCO = [(env_id, 1_000_000) for env_id in PUBLISHED if env_id.endswith("-v5")] + [("Pendulum-v1", 100_000)]
 TUNED = [task for task in MUJOCO if task[0] in SB3]
 NO_FORCES = """--env-kwargs '{"include_cfrc_ext_in_observation": false}'"""
-SWIMMER_FLAGS = "--gamma 0.9999 --gae-lambda 0.98"
 OWN_FLAGS = {  # of three tasks, besides the defaults: task, label and flags, by name of the experiment
     "continuous-ant": ("Ant-v5", "no contact forces", NO_FORCES),
-    "continuous-swimmer": ("Swimmer-v5", f"`{SWIMMER_FLAGS}`", SWIMMER_FLAGS),
+    "continuous-swimmer": ("Swimmer-v5", "`--gamma 0.999`", "--gamma 0.999"),
     "continuous-pendulum": ("InvertedDoublePendulum-v5", "`--ent-coef 0.01`", "--ent-coef 0.01"),
 }
 CONTINUOUS = [

@@ -61,7 +61,7 @@ def tianshou(args: Any, progress: Progress) -> None:
 
     env = progress.make_env(args.env_id)
     discrete = isinstance(env.action_space, gym.spaces.Discrete)
-    envs = DummyVectorEnv([partial(progress.make_env, args.env_id) for _ in range(args.num_envs)])
+    envs: Any = DummyVectorEnv([partial(progress.make_env, args.env_id) for _ in range(args.num_envs)])
     if args.norm_obs:
         envs = VectorEnvNormObs(envs)
     envs.seed(args.seed)
@@ -236,10 +236,12 @@ def skrl(args: Any, progress: Progress) -> None:
     discrete = isinstance(env.action_space, gym.spaces.Discrete)
     size, rollout = env.observation_space.shape[0], args.num_steps
 
-    class Policy(CategoricalMixin if discrete else GaussianMixin, Model):
+    mixin: Any = CategoricalMixin if discrete else GaussianMixin
+
+    class Policy(mixin, Model):
         def __init__(self) -> None:
             Model.__init__(self, **spaces)
-            (CategoricalMixin if discrete else GaussianMixin).__init__(self)
+            mixin.__init__(self)
             self.net = network([size, 64, 64, self.num_actions], 0.01, discrete)
             self.log_std = nn.Parameter(torch.full((self.num_actions,), -0.5))
 

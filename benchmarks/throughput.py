@@ -119,7 +119,7 @@ def run_sb3(library: str, args: Any) -> Rows:
     if args.env_id in ACTIVATIONS:
         settings["policy_kwargs"] = {"activation_fn": ACTIVATIONS[args.env_id]}
     _, rows = train_sb3(args.env_id, int(args.total_timesteps), args.seed, settings, library)
-    return [tuple(row) for row in rows]
+    return [tuple(map(float, row)) for row in rows]
 
 
 def train(variant: str, scripts: Path, script: Any, args: Any) -> Rows:
