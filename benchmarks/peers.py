@@ -110,7 +110,7 @@ def tianshou(args: Any, progress: Progress) -> None:
         critic=critic,
         optim=AdamOptimizerFactory(lr=args.learning_rate, eps=1e-5).with_lr_scheduler_factory(schedule),
         advantage_normalization=True,
-        vf_coef=0.25,
+        vf_coef=args.vf_coef / 2,  # as of all three: their value loss lacks our ½
         ent_coef=args.ent_coef,
         max_grad_norm=0.5,
         return_scaling=args.norm_rewards,
@@ -187,7 +187,7 @@ def torchrl(args: Any, progress: Progress) -> None:
         critic,
         clip_epsilon=0.2,
         entropy_coeff=args.ent_coef,
-        critic_coeff=0.25,
+        critic_coeff=args.vf_coef / 2,
         loss_critic_type="l2",
         normalize_advantage=True,
     )
@@ -268,7 +268,7 @@ def skrl(args: Any, progress: Progress) -> None:
         "end_factor": 1e-3,
         "total_iters": iterations * args.update_epochs,
     }
-    config.value_clip, config.value_loss_scale = 0.0, 0.25
+    config.value_clip, config.value_loss_scale = 0.0, args.vf_coef / 2
     config.entropy_loss_scale, config.time_limit_bootstrap = args.ent_coef, True
     if args.norm_obs:
         config.observation_preprocessor = RunningStandardScaler

@@ -105,7 +105,7 @@ def run_cleanrl(folder: str, args: Any) -> Rows:
 
 
 def run_sb3(library: str, args: Any) -> Rows:
-    """Train with Stable-Baselines3 or SBX. Their value loss lacks our ½, hence 0.25, not 0.5."""
+    """Train with Stable-Baselines3 or SBX. Their value loss lacks our ½."""
     settings: dict[str, Any] = {
         "n_envs": args.num_envs,
         "normalize": getattr(args, "norm_obs", False),
@@ -114,7 +114,7 @@ def run_sb3(library: str, args: Any) -> Rows:
         "n_epochs": args.update_epochs,
         "learning_rate": f"linear {args.learning_rate}",
         "ent_coef": args.ent_coef,
-        "vf_coef": 0.25,
+        "vf_coef": args.vf_coef / 2,
     }
     if args.env_id in ACTIVATIONS:
         settings["policy_kwargs"] = {"activation_fn": ACTIVATIONS[args.env_id]}
