@@ -568,7 +568,7 @@ class WithoutInfos(gym.Wrapper):
     """An environment whose steps have no infos: joining those of N environments takes 10% of stepping."""
 
     def step(self, action: np.ndarray) -> tuple:
-        """As of any environment."""
+        """Take a step, and return what it did, with no infos."""
         return *self.env.step(action)[:4], {}
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from functools import cache
 
 import gymnasium as gym
-import numpy as np
 import pandas as pd
 from experiments import HERE, PUBLISHED
 from report import interval, markdown
@@ -45,14 +44,15 @@ def main() -> None:
     """Print the table."""
     table = pd.read_csv(HERE / "parts.csv")
     table["score"] = [score(*pair) for pair in zip(table.env_id, table.greedy, strict=True)]
-    rows, first = [], np.zeros(0)
+    rows: list[dict[str, str]] = []
     for setting, found in table.groupby("setting", sort=False):
         scores = found.pivot_table(index="seed", columns="env_id", values="score").to_numpy()
         row = {"setting": str(setting), "seeds": str(len(scores))}
         row["interquartile mean"] = "**{:.2f}** [{:.2f}, {:.2f}]".format(*interval(aggregate_iqm, scores))
-        first = first if len(first) else scores
+        if not rows:
+            first = scores
         better = interval(probability_of_improvement, scores, first)
-        row["P"] = "" if scores is first else "{:.2f} [{:.2f}, {:.2f}]".format(*better)
+        row["P"] = "{:.2f} [{:.2f}, {:.2f}]".format(*better) if rows else ""
         rows.append(row)
     print(markdown(rows))
     means = table.pivot_table(index="env_id", columns="setting", values="greedy", sort=False)

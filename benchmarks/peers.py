@@ -30,7 +30,7 @@ class Progress:
         """An environment whose returns are recorded."""
         env = gym.wrappers.RecordEpisodeStatistics(gym.make(env_id))
         env.return_queue = self.returns
-        return env
+        return gym.wrappers.ClipAction(env) if isinstance(env.action_space, gym.spaces.Box) else env
 
     def add(self, steps: float) -> None:
         """A rollout of all environments is over, after so many steps in all."""
@@ -51,7 +51,7 @@ def tianshou(args: Any, progress: Progress) -> None:
     """Tianshou 2."""
     from tianshou.algorithm import PPO
     from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy, ProbabilisticActorPolicy
-    from tianshou.algorithm.optim import AdamOptimizerFactory, LRSchedulerFactoryLinear
+    from tianshou.algorithm.optim import LRSchedulerFactoryLinear, TorchOptimizerFactory
     from tianshou.data import Collector, CollectStats, VectorReplayBuffer
     from tianshou.env import DummyVectorEnv, VectorEnvNormObs
     from tianshou.trainer import OnPolicyTrainerParams
@@ -105,10 +105,11 @@ def tianshou(args: Any, progress: Progress) -> None:
     schedule = LRSchedulerFactoryLinear(
         max_epochs=1, epoch_num_steps=steps, collection_step_num_env_steps=rollout
     )
+    adam = TorchOptimizerFactory(torch.optim.Adam, lr=args.learning_rate, eps=1e-5, fused=True)
     algorithm = PPO(
         policy=policy,
         critic=critic,
-        optim=AdamOptimizerFactory(lr=args.learning_rate, eps=1e-5).with_lr_scheduler_factory(schedule),
+        optim=adam.with_lr_scheduler_factory(schedule),
         advantage_normalization=True,
         vf_coef=args.vf_coef / 2,  # as of all three: their value loss lacks our ½
         ent_coef=args.ent_coef,
@@ -116,6 +117,11 @@ def tianshou(args: Any, progress: Progress) -> None:
         return_scaling=args.norm_rewards,
         max_batchsize=rollout,
     )
+
+    def before_rollout(epoch: int, step: int) -> None:
+        if step > 0:
+            progress.add(step)
+
     algorithm.run_training(
         OnPolicyTrainerParams(
             training_collector=Collector[CollectStats](
@@ -126,7 +132,7 @@ def tianshou(args: Any, progress: Progress) -> None:
             collection_step_num_env_steps=rollout,
             update_step_num_repetitions=args.update_epochs,
             batch_size=rollout // args.num_minibatches,
-            training_fn=lambda epoch, step: progress.add(step),
+            training_fn=before_rollout,
             show_progress=False,
             verbose=False,
         )
@@ -134,7 +140,7 @@ def tianshou(args: Any, progress: Progress) -> None:
 
 
 def torchrl(args: Any, progress: Progress) -> None:
-    """TorchRL, as in its sota-implementations; compiled for discrete actions only, where that was faster."""
+    """TorchRL. It is compiled if actions are discrete; if not, that was no faster."""
     from tensordict.nn import AddStateIndependentNormalScale, TensorDictModule
     from torchrl._utils import compile_with_warmup
     from torchrl.collectors import Collector
@@ -162,7 +168,7 @@ def torchrl(args: Any, progress: Progress) -> None:
         keys, kind = ["logits"], torch.distributions.Categorical
     else:
         actions = spec.shape[-1]
-        scale = AddStateIndependentNormalScale(actions, scale_lb=1e-8)
+        scale = AddStateIndependentNormalScale(actions, scale_lb=1e-8, init_value=-0.5)
         body = nn.Sequential(network([size, 64, 64, actions], 0.01, False), scale)
         keys, kind = ["loc", "scale"], IndependentNormal
     actor = ProbabilisticActor(
@@ -210,9 +216,8 @@ def torchrl(args: Any, progress: Progress) -> None:
         done += data.numel()
         with torch.no_grad():
             data = advantage(data)
+        buffer.extend(data.reshape(-1))
         for _ in range(args.update_epochs):
-            buffer.empty()
-            buffer.extend(data.reshape(-1))
             for batch in buffer:
                 update(batch)
         collector.update_policy_weights_()
@@ -221,7 +226,7 @@ def torchrl(args: Any, progress: Progress) -> None:
 
 
 def skrl(args: Any, progress: Progress) -> None:
-    """skrl 2."""
+    """skrl 2. It also learns from the steps that only reset an environment."""
     from skrl.agents.torch.ppo import PPO, PPO_CFG
     from skrl.envs.wrappers.torch import wrap_env
     from skrl.memories.torch import RandomMemory
@@ -265,7 +270,7 @@ def skrl(args: Any, progress: Progress) -> None:
     config.learning_rate_scheduler = torch.optim.lr_scheduler.LinearLR  # a step for each epoch
     config.learning_rate_scheduler_kwargs = {
         "start_factor": 1.0,
-        "end_factor": 1e-3,
+        "end_factor": 0.0,
         "total_iters": iterations * args.update_epochs,
     }
     config.value_clip, config.value_loss_scale = 0.0, args.vf_coef / 2

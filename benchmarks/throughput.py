@@ -11,12 +11,12 @@ and skrl (`pip install sbx-rl tianshou torchrl skrl`). DIR is a checkout of Clea
 DIR/.venv that has what its `ppo.py` and `ppo_continuous_action.py` need
 (`pip install torch gymnasium[mujoco]==0.29.1 mujoco==2.3.7 numpy<2 tensorboard tyro`).
 
-Each run is a process of its own, with one thread (Atari: all cores). The speed is that of the training
-loop after the third iteration, so the start, compiling and the evaluation do not count. "start" has how much
-longer than later ones the first three took, from the start of the process. `--goal` adds the seconds until
-the mean of the last 100 training episodes reached it, from there too. Ours and CleanRL log to TensorBoard, by
-whose times they are measured; the others log nothing. On a busy machine, speeds say little, and the ratio of
-neighbouring runs says more.
+Each run is a process of its own, with one thread (SBX, and all on Atari: all cores). The speed is that of the
+training loop after the third iteration, so the start, compiling and the evaluation do not count. "start" is
+the seconds from the start of the process to the first step, plus what the first three iterations took longer
+than later ones. `--goal` adds the seconds from the start of the process until the mean of the last 100
+training episodes reached this return. Ours and CleanRL log to TensorBoard, by whose times they are measured;
+the others log nothing. On a busy machine, speeds say little, and the ratio of neighbouring runs says more.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FLAGS = "--norm-adv --gae-lambda 0.95 --eval-episodes 1"
 SIZES = "--num-steps 128 --num-minibatches 4 --update-epochs 4 --learning-rate 2.5e-4"  # CleanRL's
 CARTPOLE = f"{SIZES} --no-norm-obs --no-norm-rewards"
 CHEETAH = "--num-steps 256 --num-minibatches 32 --update-epochs 10 --learning-rate 3e-4"
-CHEETAH += " --norm-obs --norm-rewards --no-recompute-advantages"
+CHEETAH += " --norm-obs --norm-rewards --no-recompute-advantages --adapt none"
 CASES = {  # environment: script, flags, those of its variants, numbers of environments, and least steps
     "CartPole-v1": ("ppo", CARTPOLE, ["", "--compile"], [1, 4, 16, 64, 256, 1024], 30_000),
     "HalfCheetah-v5": ("ppo_continuous", CHEETAH, ["", "--compile", "--compile --async-envs"], [8], 30_000),
@@ -93,7 +93,8 @@ def run_cleanrl(folder: str, args: Any) -> Rows:
     name = CLEANRL[args.env_id]
     names = "num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate"
     words = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
-    words += [f"--total-timesteps={args.total_timesteps:.0f}", "--no-cuda", f"--seed={args.seed}"]
+    words += [f"--total-timesteps={args.total_timesteps:.0f}", f"--seed={args.seed}", "--no-clip-vloss"]
+    words += [f"--vf-coef={args.vf_coef}", f"--ent-coef={args.ent_coef}", "--no-cuda"]
     words += ["--env-id", args.env_id.replace("v5", "v4")]
     command = [f"{folder}/.venv/bin/python", f"{folder}/cleanrl/{name}.py", *words]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -117,7 +118,7 @@ def run_sb3(library: str, args: Any) -> Rows:
         "vf_coef": args.vf_coef / 2,
     }
     if args.env_id in ACTIVATIONS:
-        settings["policy_kwargs"] = {"activation_fn": ACTIVATIONS[args.env_id]}
+        settings["policy_kwargs"] = {"activation_fn": ACTIVATIONS[args.env_id], "log_std_init": -0.5}
     _, rows = train_sb3(args.env_id, int(args.total_timesteps), args.seed, settings, library)
     return [tuple(map(float, row)) for row in rows]
 
@@ -136,6 +137,7 @@ def train(variant: str, scripts: Path, script: Any, args: Any) -> Rows:
         import peers
 
         progress = peers.Progress()
+        script.seed_everything(args.seed)
         getattr(peers, variant)(args, progress)
         return progress.rows
     return run_sb3("sbx" if variant == "sbx" else "stable_baselines3", args)
@@ -166,7 +168,7 @@ def measure(
 
 def spread(values: Iterable[float]) -> list[float]:
     """Lowest, median and highest."""
-    return np.quantile(list(values), (0, 0.5, 1)).round(3).tolist()
+    return np.quantile(list(values), (0, 0.5, 1), method="nearest").round(3).tolist()
 
 
 def compare(
