@@ -27,10 +27,13 @@ class Progress:
         self.rows: list[tuple[float, float, float]] = []
 
     def make_env(self, env_id: str) -> gym.Env:
-        """An environment whose returns are recorded."""
+        """An environment that clips actions, and whose returns are recorded."""
         env = gym.wrappers.RecordEpisodeStatistics(gym.make(env_id))
         env.return_queue = self.returns
-        return gym.wrappers.ClipAction(env) if isinstance(env.action_space, gym.spaces.Box) else env
+        space = env.action_space
+        if not isinstance(space, gym.spaces.Box):
+            return env
+        return gym.wrappers.TransformAction(env, lambda action: action.clip(space.low, space.high), space)
 
     def add(self, steps: float) -> None:
         """A rollout of all environments is over, after so many steps in all."""
