@@ -162,14 +162,14 @@ NO_FORCES = """--env-kwargs '{"include_cfrc_ext_in_observation": false}'"""
 OWN_FLAGS = {  # of three tasks, besides the defaults: task, label and flags, by name of the experiment
     "continuous-ant": ("Ant-v5", "no contact forces", NO_FORCES),
     "continuous-swimmer": ("Swimmer-v5", "`--gamma 0.999`", "--gamma 0.999"),
-    "continuous-pendulum": ("InvertedDoublePendulum-v5", "`--ent-coef 0.01`", "--ent-coef 0.01"),
+    "continuous-pendulum": ("InvertedDoublePendulum-v5", "`--min-log-std -1.5`", "--min-log-std -1.5"),
 }
 CONTINUOUS = [
-    Experiment("continuous", "the defaults", "ppo_continuous.py", each(MUJOCO, 3, first=301), "--compile"),
+    Experiment("continuous", "the defaults", "ppo_continuous.py", each(MUJOCO, 5, first=101), "--compile"),
     Experiment("sb3-rl-zoo-mujoco", "Stable-Baselines3", "sb3", each(TUNED, 3)),
 ]
 for name, (env_id, label, flags) in OWN_FLAGS.items():
-    plan = each([(env_id, 1_000_000)], 3, first=301)
+    plan = each([(env_id, 1_000_000)], 5, first=101)
     CONTINUOUS.append(Experiment(name, label, "ppo_continuous.py", plan, f"--compile {flags}"))
 
 # Atari

@@ -65,6 +65,7 @@ def test_refusals(words, tmp_path):
 @pytest.mark.parametrize(
     ("case", "words", "expected"),
     [
+        (CONTINUOUS, "--init-log-std -3 --min-log-std -2", "--min-log-std"),
         (CONTINUOUS, "--env-id CartPole-v1", "use ppo.py"),
         (ATARI, "--env-id CartPole-v1", "use ppo.py"),
         (ATARI, "--no-norm-adv --no-clip-rewards", "--allow-unsafe"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 import user_envs
 from helpers import (
+    CONTINUOUS,
     DISCRETE,
     SMALL,
     call,
@@ -68,7 +69,8 @@ def test_two_resumes_are_identical(case, trained, tmp_path):
     assert same(after, again)
     assert data == data_again
     steps = [0, *data["losses/kl"]]
-    assert all(b - a <= SIZE for a, b in pairwise(steps)), "the curves have a gap"
+    assert steps[1] <= SIZE * (2 if case is CONTINUOUS else 1)  # its first rollout sets the normalisers
+    assert all(b - a <= SIZE for a, b in pairwise(steps[1:])), "the curves have a gap"
     assert steps[-1] == after["state"]["global_step"] > early["state"]["global_step"]
 
 

@@ -352,13 +352,34 @@ def test_compiled_gradients_are_those_of_eager(case):
         torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-5)
 
 
+def test_floor_of_the_standard_deviation():
+    """No step leaves a log σ below --min-log-std; from there it can rise; nothing else is touched."""
+    case, one = CONTINUOUS, {"update_epochs": 1, "num_minibatches": 1}
+    ends = {}
+    for floor in (-20.0, -0.5):
+        args = case.make_args(**one, min_log_std=floor)
+        agent = case.make_agent(args)
+        agent.log_std.data.fill_(-0.499)
+        case.learn(agent, case.make_rollout(args, agent), args)
+        ends[floor] = agent
+    free, floored = ends[-20.0], ends[-0.5]
+    assert free.log_std.min() < -0.5
+    assert torch.equal(floored.log_std, free.log_std.clamp(min=-0.5))
+    assert (weights(floored) != weights(free)).sum() == (free.log_std < -0.5).sum()
+    args = case.make_args(min_log_std=-1.0, ent_coef=100.0)
+    agent = case.make_agent(args)
+    agent.log_std.data.fill_(-1.0)
+    case.learn(agent, case.make_rollout(args, agent), args)
+    assert (agent.log_std > -1).all()
+
+
 # train
 
 
 @each_script
 @pytest.mark.parametrize("norm_obs", [False, True])
 def test_training(case, norm_obs, tmp_path):
-    """Adam's settings, the number of gradient steps, and that statistics include every transition."""
+    """Adam's settings, gradient steps, statistics; a first rollout is for these alone, if continuous."""
     sizes = {"num_envs": 2, "num_steps": 20, "num_minibatches": 2, "total_timesteps": 150, "adapt": "none"}
     run(case, tmp_path, "--norm-obs" if norm_obs else "--no-norm-obs", learning_rate=3e-3, **sizes)
     path = checkpoint_in(tmp_path)
@@ -370,4 +391,6 @@ def test_training(case, norm_obs, tmp_path):
     steps = content["state"]["global_step"]
     assert {slot["step"].item() for slot in content["optimizer"]["state"].values()} == {2 * 2 * len(logged)}
     assert 150 <= steps < 150 + 40
+    # Rollouts have at least 20 transitions and at most 40; that of the normalisers alone is the first.
+    assert (min(logged) > 40) == (case is CONTINUOUS and norm_obs)
     assert content["agent"]["obs_moments.count"] == content["agent"]["return_moments.count"] == steps
