@@ -1,4 +1,4 @@
-"""Did three special parts help `ppo_continuous.py`? Makes the table of the study from `parts.csv`.
+"""Do three special parts help `ppo_continuous.py`? Makes the table of the study from `parts.csv`.
 
     python benchmarks/parts.py
 
