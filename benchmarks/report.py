@@ -138,8 +138,9 @@ def speed_table(rows: list[dict[str, Any]]) -> Iterator[Row]:
     """What throughput.py stored: speed beside Stable-Baselines3."""
     for row in rows:
         for flags, found in row["variants"].items():
-            seconds = found.get("seconds")  # infinite if a seed never reached the goal
+            seconds = found.get("seconds")  # infinite where a seed never reached the goal
             goal = "{1:.0f} ({0:.0f} to {2:.0f})".format(*seconds) if seconds else ""
+            goal = goal.replace("inf", "never")
             yield {
                 "task": f"{row['env_id']}, N = {row['num_envs']:,}",
                 "variant": VARIANTS.get(flags, f"`{flags}`"),
