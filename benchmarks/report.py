@@ -134,20 +134,23 @@ VARIANTS = {"": "eager", "sb3": "Stable-Baselines3", "sbx": "SBX", "cleanrl": "C
 VARIANTS |= {"tianshou": "Tianshou", "torchrl": "TorchRL", "skrl": "skrl"}
 
 
+def span(values: list[float], digits: int = 0) -> str:
+    """Median, and the range if it is one, of [lowest, median, highest]; infinite is never."""
+    low, median, high = (f"{value:,.{digits}f}".replace("inf", "never") for value in values)
+    return f"**{median}**" + ("" if low == high else f" ({low} to {high})")
+
+
 def speed_table(rows: list[dict[str, Any]]) -> Iterator[Row]:
-    """What throughput.py stored: speed beside Stable-Baselines3."""
+    """What throughput.py stored: speed beside other libraries."""
     for row in rows:
         for flags, found in row["variants"].items():
-            seconds = found.get("seconds")  # infinite where a seed never reached the goal
-            goal = "{1:.0f} ({0:.0f} to {2:.0f})".format(*seconds) if seconds else ""
-            goal = goal.replace("inf", "never")
             yield {
                 "task": f"{row['env_id']}, N = {row['num_envs']:,}",
                 "variant": VARIANTS.get(flags, f"`{flags}`"),
-                "steps per second": "{1:,.0f} ({0:,.0f} to {2:,.0f})".format(*found["sps"]),
-                "ratio": "**{1:.2f}** ({0:.2f} to {2:.2f})".format(*found["ratio"]),
+                "steps per second": span(found["sps"]).replace("*", ""),
+                "ratio": span(found["ratio"], 2),
                 "start, s": f"{found['start'][1]:.0f}" if "start" in found else "",
-                "s to the goal": f"{row['goal']:g}: {goal}" if seconds else "",
+                "s to the goal": span(found["seconds"]) if "seconds" in found else "",
             }
 
 
