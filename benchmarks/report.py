@@ -172,7 +172,8 @@ def tables() -> dict[str, str]:
     made["mujoco"] = [*returns(results, names, experiments.MUJOCO, "sb3-rl-zoo-mujoco")]
     made["atari"] = made["atari-short"] = [*atari_table(results)]
     made["speed"] = [*speed_table(speed)]
-    made["speed-short"] = [row for row in made["speed"] if row["task"].endswith((" 4", " 8"))]
+    short = [row for row in made["speed"] if row["task"].endswith((" 4", " 8"))]
+    made["speed-short"] = [row | {"s to the goal": ""} for row in short]
     for name in ("classic", "mujoco"):
         made[f"{name}-short"] = [row | {"last 100 training episodes": ""} for row in made[name]]
     return {name: markdown(rows) for name, rows in made.items()}
