@@ -250,7 +250,7 @@ def test_throughput_command(copy):
     command = [sys.executable, str(ROOT / "benchmarks/throughput.py"), *flags, "--script-dir", str(copy)]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for variant in ("eager", "`--compile`", "Stable-Baselines3"):
-        row = rf"\| CartPole-v1, N = 2 \| {variant} \| ([\d,]+) \("
+        row = rf"\| CartPole-v1, N = 2 \| {variant} \| ([\d,]+) \|"
         speeds = [int(speed.replace(",", "")) for speed in re.findall(row, output)]
         assert len(speeds) == 2
         assert min(speeds) > 100
