@@ -8,8 +8,9 @@
 
 Stable-Baselines3 always takes part. `--peers` adds SBX, which is Stable-Baselines3 in JAX, Tianshou, TorchRL
 and skrl (`pip install sbx-rl tianshou torchrl skrl`). DIR is a checkout of CleanRL with a virtual environment
-DIR/.venv that has what its `ppo.py` and `ppo_continuous_action.py` need
-(`pip install torch gymnasium[mujoco]==0.29.1 mujoco==2.3.7 numpy<2 tensorboard tyro`).
+DIR/.venv that has what its `ppo.py`, `ppo_continuous_action.py` and `ppo_atari.py` need (`pip install torch
+gymnasium[mujoco]==0.29.1 mujoco==2.3.7 ale-py==0.10.1 opencv-python-headless<4.11 numpy<2 tensorboard tyro`).
+Breakout is only run with Stable-Baselines3, SBX and CleanRL.
 
 Each run is a process of its own, with one thread (SBX, and all on Atari: all cores). The speed is that of the
 training loop after the third iteration, so the start, compiling and the evaluation do not count. "start" is
@@ -56,7 +57,11 @@ CASES = {  # environment: script, flags, those of its variants, numbers of envir
     "BreakoutNoFrameskip-v4": ("ppo_atari", SIZES, ["", "--bfloat16"], [8], 6_000),
 }
 ACTIVATIONS = {"CartPole-v1": "Tanh", "HalfCheetah-v5": "ELU"}
-CLEANRL = {"CartPole-v1": "ppo", "HalfCheetah-v5": "ppo_continuous_action"}  # its files
+CLEANRL = {  # its files, and the names that its version of Gymnasium has
+    "CartPole-v1": ("ppo", "CartPole-v1"),
+    "HalfCheetah-v5": ("ppo_continuous_action", "HalfCheetah-v4"),
+    "BreakoutNoFrameskip-v4": ("ppo_atari", "ale_py:BreakoutNoFrameskip-v4"),
+}
 PEERS = "tianshou", "torchrl", "skrl"  # functions of peers.py
 OTHERS = "sb3", "sbx", "cleanrl", *PEERS
 Rows = list[tuple[float, float, float]]  # steps, mean return of 100 episodes, and time, of each iteration
@@ -89,15 +94,17 @@ def run_ours(script: Any, args: Any) -> Rows:
 
 
 def run_cleanrl(folder: str, args: Any) -> Rows:
-    """Train with the file of CleanRL in a process of its own packages. It has HalfCheetah-v4."""
-    name = CLEANRL[args.env_id]
+    """Train with the file of CleanRL in a process of its own packages."""
+    file, env_id = CLEANRL[args.env_id]
     names = "num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate"
     words = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
     words += [f"--total-timesteps={args.total_timesteps:.0f}", f"--seed={args.seed}", "--no-clip-vloss"]
     words += [f"--vf-coef={args.vf_coef}", f"--ent-coef={args.ent_coef}", "--no-cuda"]
-    words += ["--env-id", args.env_id.replace("v5", "v4")]
-    command = [f"{folder}/.venv/bin/python", f"{folder}/cleanrl/{name}.py", *words]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [f"{folder}/.venv/bin/python", f"{folder}/cleanrl/{file}.py", *words, "--env-id", env_id]
+    environment = {**os.environ, "PYTHONPATH": folder}
+    if file != "ppo_atari":
+        environment["OMP_NUM_THREADS"] = "1"
+    subprocess.run(command, check=True, capture_output=True, env=environment)
     episodes, rows = events("charts/episodic_return"), []
     for event in events("charts/SPS"):
         returns = [episode.value for episode in episodes if episode.step <= event.step][-100:]
@@ -210,9 +217,10 @@ def main() -> None:
     for env_id in [args.env_id] if args.env_id else CASES:
         *_, sizes, least = CASES[env_id]
         others = [("sb3", ROOT)]
-        if args.peers and env_id in CLEANRL:
-            others = [*((name, ROOT) for name in ("sbx", *PEERS)), *others]
-        if args.cleanrl and env_id in CLEANRL:
+        if args.peers:
+            names = ("sbx", *PEERS) if env_id in ACTIVATIONS else ("sbx",)
+            others = [*((name, ROOT) for name in names), *others]
+        if args.cleanrl:
             others.insert(0, ("cleanrl", args.cleanrl.resolve()))
         for num_envs in [args.num_envs] if args.num_envs else sizes:
             steps = args.timesteps or max(least, 6 * 128 * num_envs)
