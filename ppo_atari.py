@@ -76,7 +76,7 @@ class Args:  # the comments are the texts of --help
     allow_unsafe: bool = False  # accept settings that are refused because they are known to break PPO
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda or mps
     num_threads: int = torch.get_num_threads()  # CPU threads of PyTorch, and of the games
-    bfloat16: bool = False  # compute the network's products in bfloat16: faster on GPUs, and CPUs with AMX
+    bfloat16: bool = False  # compute products in bfloat16: faster on GPUs and some CPUs, far slower on others
 
     # Environment
     env_id: str = "BreakoutNoFrameskip-v4"  # Gymnasium id; ALE/Breakout-v5 has sticky actions ([ALE])
