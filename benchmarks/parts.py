@@ -46,6 +46,8 @@ def main() -> None:
     table["score"] = [score(*pair) for pair in zip(table.env_id, table.greedy, strict=True)]
     rows: list[dict[str, str]] = []
     for setting, found in table.groupby("setting", sort=False):
+        if found.env_id.nunique() < table.env_id.nunique():
+            continue  # it was tried on some environments only
         scores = found.pivot_table(index="seed", columns="env_id", values="score").to_numpy()
         row = {"setting": str(setting), "seeds": str(len(scores))}
         row["interquartile mean"] = "**{:.2f}** [{:.2f}, {:.2f}]".format(*interval(aggregate_iqm, scores))
