@@ -6,6 +6,7 @@ A score is (greedy return - r) / (best published - r), where r is the mean retur
 The interquartile mean leaves out the lowest and the highest quarter of all scores of all environments, and
 its 95% interval is the bootstrap's, both by rliable (Agarwal et al. 2021, "Deep Reinforcement Learning at the
 Edge of the Statistical Precipice"). P is the probability that a seed is better than one of the first setting.
+Both are of the seeds that all environments have. The mean returns with standard deviations are of all seeds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import cache
 import gymnasium as gym
 import pandas as pd
 from experiments import HERE, PUBLISHED
-from report import interval, markdown
+from report import interval, markdown, spread
 from rliable.metrics import aggregate_iqm, probability_of_improvement
 
 
@@ -44,11 +45,13 @@ def main() -> None:
     """Print the table."""
     table = pd.read_csv(HERE / "parts.csv")
     table["score"] = [score(*pair) for pair in zip(table.env_id, table.greedy, strict=True)]
+    env_ids = sorted(set(table.env_id))
     rows: list[dict[str, str]] = []
     for setting, found in table.groupby("setting", sort=False):
-        if found.env_id.nunique() < table.env_id.nunique():
-            continue  # it was tried on some environments only
-        scores = found.pivot_table(index="seed", columns="env_id", values="score").to_numpy()
+        by_seed = found.pivot_table(index="seed", columns="env_id", values="score")
+        scores = by_seed.reindex(columns=env_ids).dropna().to_numpy()
+        if not len(scores):
+            continue  # no seed has all environments
         row = {"setting": str(setting), "seeds": str(len(scores))}
         row["interquartile mean"] = "**{:.2f}** [{:.2f}, {:.2f}]".format(*interval(aggregate_iqm, scores))
         if not rows:
@@ -57,9 +60,9 @@ def main() -> None:
         row["P"] = "{:.2f} [{:.2f}, {:.2f}]".format(*better) if rows else ""
         rows.append(row)
     print(markdown(rows))
-    means = table.pivot_table(index="env_id", columns="setting", values="greedy", sort=False)
-    means["random"] = [random_return(str(env_id)) for env_id in means.index]
-    print(means.round(1).to_string())
+    returns = table.pivot_table("greedy", "env_id", "setting", spread, sort=False)
+    returns["random"] = [f"{random_return(str(env_id)):.1f}" for env_id in returns.index]
+    print(returns.to_string(na_rep=""))
 
 
 if __name__ == "__main__":

@@ -135,9 +135,9 @@ VARIANTS |= {"tianshou": "Tianshou", "torchrl": "TorchRL", "skrl": "skrl"}
 
 
 def span(values: list[float], digits: int = 0) -> str:
-    """Median, and the range if it is one, of [lowest, median, highest]; infinite is never."""
+    """Median and range of [lowest, median, highest], or only the number if they are equal."""
     low, median, high = (f"{value:,.{digits}f}".replace("inf", "never") for value in values)
-    return f"**{median}**" + ("" if low == high else f" ({low} to {high})")
+    return median if low == high else f"{median} ({low} to {high})"
 
 
 def speed_table(rows: list[dict[str, Any]]) -> Iterator[Row]:
@@ -147,7 +147,7 @@ def speed_table(rows: list[dict[str, Any]]) -> Iterator[Row]:
             yield {
                 "task": f"{row['env_id']}, N = {row['num_envs']:,}",
                 "variant": VARIANTS.get(flags, f"`{flags}`"),
-                "steps per second": span(found["sps"]).replace("*", ""),
+                "steps per second": span(found["sps"]),
                 "ratio": span(found["ratio"], 2),
                 "start, s": f"{found['start'][1]:.0f}" if "start" in found else "",
                 "s to the goal": span(found["seconds"]) if "seconds" in found else "",

@@ -9,7 +9,8 @@
 Stable-Baselines3 always takes part. `--peers` adds SBX, which is Stable-Baselines3 in JAX, Tianshou, TorchRL
 and skrl (`pip install sbx-rl tianshou torchrl skrl`). DIR is a checkout of CleanRL with a virtual environment
 DIR/.venv that has what its `ppo.py`, `ppo_continuous_action.py` and `ppo_atari.py` need (`pip install torch
-gymnasium[mujoco]==0.29.1 mujoco==2.3.7 ale-py==0.10.1 opencv-python-headless<4.11 numpy<2 tensorboard tyro`).
+gymnasium[mujoco]==0.29.1 mujoco==2.3.7 ale-py==0.10.1 opencv-python-headless==4.10.0.84 numpy==1.26.4
+tensorboard tyro`).
 Breakout is only run with Stable-Baselines3, SBX and CleanRL.
 
 Each run is a process of its own, with one thread (SBX, and all on Atari: all cores). The speed is that of the
@@ -102,7 +103,7 @@ def run_cleanrl(folder: str, args: Any) -> Rows:
     words += [f"--vf-coef={args.vf_coef}", f"--ent-coef={args.ent_coef}", "--no-cuda"]
     command = [f"{folder}/.venv/bin/python", f"{folder}/cleanrl/{file}.py", *words, "--env-id", env_id]
     environment = {**os.environ, "PYTHONPATH": folder}
-    if file != "ppo_atari":
+    if args.env_id in ACTIVATIONS:
         environment["OMP_NUM_THREADS"] = "1"
     subprocess.run(command, check=True, capture_output=True, env=environment)
     episodes, rows = events("charts/episodic_return"), []
