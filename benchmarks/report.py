@@ -22,7 +22,6 @@ import numpy as np
 import pandas as pd
 from experiments import EXPERIMENTS, HERE, Study, Task
 from rliable.library import get_interval_estimates
-from rliable.metrics import probability_of_improvement
 
 Row = dict[str, str]  # the cells of a table, by the column's title
 
@@ -41,6 +40,11 @@ def select(results: pd.DataFrame, experiment: str, task: Task) -> pd.DataFrame:
     env_id, steps = task
     same_task = (results.env_id == env_id) & (results.steps == steps)
     return results[same_task & (results.experiment == experiment)].sort_values("seed")
+
+
+def probability_of_improvement(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """That a seed of ours, [n, 1], is better than one of theirs, [m, 1]. rliable's is 10 times slower."""
+    return np.mean(0.5 + 0.5 * np.sign(ours - theirs.T))
 
 
 def interval(function: Callable, *scores: np.ndarray) -> tuple[float, float, float]:

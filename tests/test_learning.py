@@ -85,10 +85,9 @@ SOLVED = {  # case, environment, steps: the return that the policy must have
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("task", SOLVED, ids=lambda task: task[1])
-def test_tasks_are_solved(task, seed):
+def test_tasks_are_solved(task):
     """By the default settings, in a short run."""
     case, env_id, steps = task
-    results = case.script.train(case.script.Args(env_id=env_id, total_timesteps=steps, seed=seed))
+    results = case.script.train(case.script.Args(env_id=env_id, total_timesteps=steps))
     assert results["greedy_returns"].mean() >= SOLVED[task]
