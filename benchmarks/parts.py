@@ -16,8 +16,8 @@ from functools import cache
 import gymnasium as gym
 import pandas as pd
 from experiments import HERE, PUBLISHED
-from report import interval, markdown, spread
-from rliable.metrics import aggregate_iqm, probability_of_improvement
+from report import interval, markdown, probability_of_improvement, spread
+from rliable.metrics import aggregate_iqm
 
 
 @cache

@@ -43,8 +43,8 @@ def select(results: pd.DataFrame, experiment: str, task: Task) -> pd.DataFrame:
 
 
 def probability_of_improvement(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """That a seed of ours, [n, 1], is better than one of theirs, [m, 1]. rliable's is 10 times slower."""
-    return np.mean(0.5 + 0.5 * np.sign(ours - theirs.T))
+    """That a seed of ours, [n, tasks], is better than one of theirs, [m, tasks]: faster than rliable's."""
+    return np.mean(0.5 + 0.5 * np.sign(ours[:, None] - theirs))
 
 
 def interval(function: Callable, *scores: np.ndarray) -> tuple[float, float, float]:

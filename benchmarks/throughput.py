@@ -2,7 +2,7 @@
 
     python benchmarks/throughput.py --env-id CartPole-v1 --num-envs 4
     python benchmarks/throughput.py --env-id CartPole-v1 --script-dir DIR    # and another copy of ppo.py
-    python benchmarks/throughput.py --store     # all, for the tables: about 15 minutes on an idle machine
+    python benchmarks/throughput.py --store     # all, for the tables
     python benchmarks/throughput.py --env-id CartPole-v1 --num-envs 4 --peers --cleanrl DIR \\
         --timesteps 300000 --goal 475
 
@@ -78,7 +78,7 @@ class Args:  # the comments are the texts of --help
     peers: bool = False  # also run SBX, Tianshou, TorchRL and skrl
     cleanrl: Path | None = None  # also run CleanRL, which is in this folder
     goal: float | None = None  # also measure the seconds until this return
-    store: bool = False  # store the results of this repository's scripts for the tables
+    store: bool = False  # store the results for the tables
 
 
 def events(tag: str) -> list[Any]:
