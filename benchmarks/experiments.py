@@ -79,7 +79,8 @@ def each(tasks: list[Task], seeds: int, first: int = 1) -> list[tuple[str, int, 
 
 
 # Settings of Stable-Baselines3's PPO by environment: those that its RL Zoo has tuned (hyperparams/ppo.yml),
-# for MuJoCo in version 4. Ant has its defaults, normalised, and Breakout those of ppo_atari.py.
+# for MuJoCo in version 4. Ant has its defaults, normalised, as have Hopper and Walker2d, where the tuned ones
+# reach only some 700. Breakout has those of ppo_atari.py.
 SB3: dict[str, dict[str, Any]] = json.loads((HERE / "sb3.json").read_text())
 # The best return published for PPO, as far as we know: mean, spread, source, and its steps or version.
 PUBLISHED: dict[str, tuple[float, float | None, str, str]] = {
