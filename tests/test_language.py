@@ -1150,9 +1150,9 @@ def test_optimum_of_a_checkpoint(tmp_path):
 
 @pytest.mark.slow
 def test_ppo_comes_close_to_the_optimum(tmp_path, monkeypatch):
-    """On reviews, a quarter of a run of its default length; what the human thinks of them rises, too."""
+    """On reviews, an eighth of a run of its default length; what the human thinks of them rises, too."""
     monkeypatch.chdir(tmp_path)
-    path = rlhf.train(rlhf.Args(total_episodes=15_360))
+    path = rlhf.train(rlhf.Args(total_episodes=7_680))
     models, task, args = optimum.load(path)
     result = optimum.compare_with_optimum(models, task, args, args.kl_coef)
     assert result["share_of_optimum"] > 0.9
