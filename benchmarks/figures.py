@@ -80,12 +80,12 @@ def figures(results: pd.DataFrame) -> dict[str, Figure]:
         labels = {experiment: EXPERIMENTS[experiment].label for experiment in study.experiments}
         panels = [(task, quantity) for quantity in study.quantities for task in study.tasks]
         made[name] = learning_curves(results, labels, panels, len(study.tasks), False)
-    zoo = "Stable-Baselines3, RL Zoo's settings"
+    peer = "Stable-Baselines3"
     panels = [(task, "return") for task in experiments.CLASSIC if task != ("CartPole-v1", 500_000)]
-    labels = {"classic": "ppo.py at its defaults", "sb3-rl-zoo": zoo}
+    labels = {"classic": "ppo.py at its defaults", "sb3-rl-zoo": peer}
     made["classic"] = learning_curves(results, labels, panels, 4, False)
     panels = [(task, "return") for task in experiments.MUJOCO]
-    labels = {"continuous": "ppo_continuous.py at its defaults", "sb3-rl-zoo-mujoco": zoo}
+    labels = {"continuous": "ppo_continuous.py at its defaults", "sb3-rl-zoo-mujoco": peer}
     labels |= dict.fromkeys(experiments.OWN_FLAGS, "ppo_continuous.py with flags for the task")
     made["mujoco"] = learning_curves(results, labels, panels, 4, True)
     panels = [(experiments.PONG, "return"), (experiments.BREAKOUT, "return")]
