@@ -204,11 +204,11 @@ def test_thin():
 
 def test_statistics_of_the_tables():
     """The probability of improvement, against rliable's, and the spread."""
-    ours, theirs = np.arange(1.0, 9.0), np.array([0.0, 4.5, 4.0, 20.0])
+    ours, theirs = np.arange(16.0).reshape(8, 2), np.array([[0, 1], [4, 5.5], [4.5, 20], [9, 12]])
     value, low, high = report.interval(report.probability_of_improvement, ours, theirs)
-    assert value == pytest.approx(probability_of_improvement(ours[:, None], theirs[:, None]))
+    assert value == pytest.approx(probability_of_improvement(ours, theirs))
     assert low < value < high
-    assert report.spread(ours) == f"4.5 ± {math.sqrt(((ours - 4.5) ** 2).sum() / 7):.1f}"
+    assert report.spread(np.array([2.0, 4.0, 9.0])) == f"5.0 ± {math.sqrt((9 + 1 + 16) / 2):.1f}"
 
 
 @pytest.mark.slow
