@@ -21,7 +21,14 @@ use your own, register it and name it (`--env-id my_module:MyEnv-v0`), or change
   [37]      Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog
 
 PPO itself comes first, in the order of the paper, up to `train`, its Algorithm 1. What training needs around
-it follows.
+it follows. An iteration, and what each part returns:
+
+    train                    the results, after repeating:
+      adjust_coefficients    nothing: it sets the coefficients in the state
+      collect_rollout        nothing: it fills the rollout with T steps of N environments
+      make_batch             its transitions, with advantages (compute_gae) and returns
+      update                 metrics, after K epochs of gradient steps, each on a minibatch
+        ppo_loss             the loss of a minibatch, and metrics
 
 Shapes: T steps per rollout, N environments, D numbers per observation, A actions, B transitions in a batch.
 """
@@ -30,13 +37,16 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import random
 import re
+import shutil
 import signal
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -55,8 +65,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 @dataclass
-class Args:  # the comments are the texts of --help
-    exp_name: str = Path(__file__).stem  # part of the run folder's name
+class Args:  # the trailing comments become --help
+    exp_name: str = Path(sys.argv[0]).stem  # part of the run folder's name
     seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
     plan: bool = False  # only print what the run would do, and which advice it may give
     resume: str | None = None  # resume from this checkpoint; flags override its settings
@@ -66,10 +76,8 @@ class Args:  # the comments are the texts of --help
     track: bool = False  # mirror TensorBoard to Weights & Biases (needs wandb)
     wandb_project_name: str = "ppo"  # project at Weights & Biases
     wandb_entity: str | None = None  # team at Weights & Biases; None is your own account
-    allow_unsafe: bool = False  # accept settings that are refused because they are known to break PPO
     device: str = "cpu"  # cpu, cuda or mps; small networks are fastest on the CPU
     num_threads: int = 1  # PyTorch's CPU threads: for small networks, one is fastest
-    compile: bool = False  # compile the gradient step: up to a third faster, after some 20 seconds
 
     # Environment
     env_id: str = "CartPole-v1"  # Gymnasium id; `module:EnvId-v0` imports the module first
@@ -102,6 +110,10 @@ class Args:  # the comments are the texts of --help
     norm_obs: bool = True  # normalise observations, unless bounded by 0 and 1, by running mean and std
     norm_rewards: bool = True  # divide rewards by the running std of the discounted return ([Matters], §3)
     hidden_size: int = 64  # width of the two hidden layers of the actor, and of the critic
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():  # NumPy's numbers could not be loaded from a checkpoint
+            setattr(self, name, value.item() if isinstance(value, np.generic) else value)
 
 
 # ------------------------------------------------- Networks -------------------------------------------------
@@ -192,11 +204,12 @@ def compute_gae(
     So row t+1 of `values` [T+1, N] must be the value of the state that step t led to, even where it ended the
     episode. All other tensors are [T, N].
     """
-    deltas = rewards + gamma * values[1:] * ~terminated - values[:-1]
-    decays = gamma * gae_lambda * ~(terminated | truncated)
+    next_values = torch.where(terminated, 0, values[1:])  # not a product: a last state may be NaN
+    deltas = rewards + gamma * next_values - values[:-1]
+    ended = terminated | truncated
     advantages = torch.zeros_like(values)
     for t in reversed(range(len(rewards))):
-        advantages[t] = deltas[t] + decays[t] * advantages[t + 1]
+        advantages[t] = deltas[t] + gamma * gae_lambda * torch.where(ended[t], 0, advantages[t + 1])
     return advantages[:-1], advantages[:-1] + values[:-1]
 
 
@@ -220,8 +233,6 @@ class State:
     kl_coef: float
     ent_coef: float
     global_step: int = 0  # transitions so far
-    kl: float | None = None  # of the last iteration; None before the first
-    entropy: float = 0.0  # of the last iteration
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tensor, dict[str, Tensor]]:
@@ -265,8 +276,9 @@ class Rollout:
     """T steps of N environments, in arrays that are reused: the next rollout starts where this one ends.
 
     When step t ends an episode, obs[t+1] is its last state, so the value there is row t+1 of the values. Step
-    t+1 then ignores its action, pays 0, and only resets the environment (AutoresetMode.NEXT_STEP of
-    Gymnasium). It is one of the T steps, but a filler row: not valid, and not learnt from.
+    t+1 then ignores its action, returns a reward of 0, and only resets the environment
+    (AutoresetMode.NEXT_STEP of Gymnasium). It is one of the T steps, but a filler row: not valid, and not
+    learnt from.
 
         step   t       t+1     t+2
         obs    s       last s  first s of the next episode
@@ -274,34 +286,47 @@ class Rollout:
         valid  yes     no      yes
     """
 
-    def __init__(self, args: Args, obs_size: int):
+    def __init__(self, args: Args, obs_size: int, num_actions: int):
         shape = args.num_steps, args.num_envs
         self.obs = np.zeros((args.num_steps + 1, args.num_envs, obs_size), np.float32)
+        self.policies = torch.zeros(*shape, num_actions, device=args.device)  # π_old(·|s)
         self.actions = np.zeros(shape, np.int64)
         self.rewards = np.zeros(shape, np.float32)
         self.terminated = np.zeros(shape, bool)
         self.truncated = np.zeros(shape, bool)
         self.valid = np.zeros(shape, bool)
         self.discounted_returns = np.zeros(shape, np.float32)  # for scale_rewards
-        self.episode_returns = np.zeros(args.num_envs)  # of the unfinished episodes, so far
-        self.episode_lengths = np.zeros(args.num_envs, int)
-        self.infos = [{}] * args.num_steps  # what the environments reported in each step
+        # What the environments reported in each step. Gymnasium joins it, with the type of the first value:
+        # if environment 0 reports 0, and not 0.0, then 0.5 of environment 1 becomes 0.
+        self.infos = [{}] * args.num_steps
 
 
 @torch.inference_mode()
-def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args) -> None:
-    """Fill the rollout with the next T steps of the environments under the agent's policy."""
+def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args) -> list[tuple[float, int]]:
+    """Fill the rollout with the next T steps of the environments under the agent's policy.
+
+    Returns the return and length of each episode that ended.
+    """
     obs, actions, rewards, valid = rollout.obs, rollout.actions, rollout.rewards, rollout.valid
     terminated, truncated = rollout.terminated, rollout.truncated
+    episodes = []
     obs[0] = obs[-1]
     valid[0] = ~(terminated[-1] | truncated[-1])  # of the previous rollout
     # argmax(log π + noise) is a sample from π (the Gumbel-max trick); all the noise at once is faster.
     noise = -torch.empty(*actions.shape, envs.single_action_space.n).exponential_().log().to(args.device)
     for t, step_noise in enumerate(noise):
         policy = agent.policy(agent.normalize(torch.as_tensor(obs[t], device=args.device)))
+        rollout.policies[t] = policy
         actions[t] = (policy + step_noise).argmax(-1).cpu().numpy()
-        obs[t + 1], rewards[t], terminated[t], truncated[t], rollout.infos[t] = envs.step(actions[t])
+        obs[t + 1], rewards[t], terminated[t], truncated[t], info = envs.step(actions[t])
+        rollout.infos[t] = info
+        if "episode" in info:
+            over = info["_episode"]
+            episodes += zip(info["episode"]["r"][over], info["episode"]["l"][over], strict=True)
     valid[1:] = ~(terminated | truncated)[:-1]
+    if not (np.isfinite(rewards).all() and np.isfinite(obs[1:][~terminated]).all()):
+        raise FloatingPointError("a reward or an observation is NaN or infinite: look at the environment")
+    return episodes
 
 
 def scale_rewards(agent: Agent, rollout: Rollout, args: Args) -> Tensor:
@@ -325,19 +350,11 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args) -> Batch:
     terminated, truncated = tensor(rollout.terminated), tensor(rollout.truncated)
     rewards = scale_rewards(agent, rollout, args) if args.norm_rewards else tensor(rollout.rewards)
     obs = agent.normalize(raw_obs)
-    values, policy = agent.value(obs), agent.policy(obs[:-1])
+    values = agent.value(obs)
     advantages, returns = compute_gae(rewards, values, terminated, truncated, args.gamma, args.gae_lambda)
     agent.obs_moments.update(raw_obs[:-1][valid])  # only now: acting and learning use the same statistics
-    columns = obs[:-1], actions, policy, values[:-1], advantages, returns
+    columns = obs[:-1], actions, rollout.policies, values[:-1], advantages, returns
     return Batch(*(column[valid] for column in columns))
-
-
-def compute_gradients(agent: Agent, minibatch: Batch, args: Args, state: State) -> dict[str, Tensor]:
-    """Compute the gradients of the loss, clipped to --max-grad-norm. Returns metrics."""
-    loss, metrics = ppo_loss(agent, minibatch, args, state)
-    loss.backward()
-    metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-    return metrics
 
 
 @torch.no_grad()
@@ -346,12 +363,14 @@ def distance_moved(agent: Agent, batch: Batch) -> float:
     return kl_divergence(batch.old_policy, agent.policy(batch.obs)).mean().item()
 
 
-def update(
-    agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, args: Args, state: State
-) -> dict[str, float]:
+def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, state: State) -> dict[str, float]:
     """K epochs of gradient steps on shuffled minibatches. Returns mean metrics."""
     errors = batch.returns - batch.old_values
     metrics = {
+        "charts/learning_rate": state.learning_rate,
+        "charts/clip_coef": state.clip_coef,
+        "charts/kl_coef": state.kl_coef,
+        "charts/ent_coef": state.ent_coef,
         "explained_variance": 1 - (errors.var(correction=0) / batch.returns.var(correction=0)).item(),
         "critic_error": (errors.square().mean() / batch.returns.square().mean()).sqrt().item(),
     }
@@ -361,9 +380,12 @@ def update(
         order = torch.randperm(len(batch.obs)).to(args.device)
         for rows in order.tensor_split(args.num_minibatches):
             minibatch = Batch(*(column[rows] for column in batch))
+            loss, step = ppo_loss(agent, minibatch, args, state)
             optimizer.zero_grad()
-            steps.append(compute(agent, minibatch, args, state))
+            loss.backward()
+            step["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
             optimizer.step()
+            steps.append(step)
         if args.target_kl is not None and distance_moved(agent, batch) > args.target_kl:
             break
     for name in steps[0]:
@@ -372,8 +394,8 @@ def update(
     return metrics
 
 
-def adjust_coefficients(state: State, args: Args) -> None:
-    """Set the next iteration's coefficients, by their schedules and the last iteration's metrics, if any."""
+def adjust_coefficients(state: State, args: Args, metrics: dict[str, float] | None = None) -> None:
+    """Set the next iteration's coefficients, by their schedules and the metrics of the last one, if any."""
     remaining = max(0, 1 - state.global_step / args.total_timesteps)
     scheduled_lr = args.learning_rate * (remaining if args.anneal_lr else 1)
     if args.adapt != "learning-rate":
@@ -384,20 +406,25 @@ def adjust_coefficients(state: State, args: Args) -> None:
         state.kl_coef = args.kl_coef
     if args.target_entropy is None:
         state.ent_coef = args.ent_coef * (remaining if args.anneal_ent_coef else 1)
-    kl = state.kl
-    if kl is None:
+    if metrics is None:
         return
-    direction = (kl > 1.5 * args.desired_kl) - (kl < args.desired_kl / 1.5)  # 1: too large, -1: too small
-    if args.adapt == "kl-coef":  # [PPO], §4: β is doubled or halved
-        state.kl_coef = min(max(state.kl_coef * 2.0**direction, 1e-4), 1e4)
+    step = 1.5 if args.adapt == "learning-rate" else 2.0  # of Rudin et al. 2022, and of [PPO], §4
+    caution = 1.0
+    if metrics["kl"] > 1.5 * args.desired_kl:
+        caution = step
+    elif metrics["kl"] < args.desired_kl / 1.5:
+        caution = 1 / step
+    if args.adapt == "kl-coef":
+        state.kl_coef = min(max(state.kl_coef * caution, 1e-4), 1e4)
     elif args.adapt == "clip-coef":
-        state.clip_coef = min(max(state.clip_coef / 2.0**direction, 0.01), 0.3)
-    elif args.adapt == "learning-rate":  # as in Rudin et al. 2022, but with §4's thresholds
-        state.learning_rate = min(max(state.learning_rate / 1.5**direction, 1e-5), scheduled_lr)
+        state.clip_coef = min(max(state.clip_coef / caution, 0.01), 0.3)
+    elif args.adapt == "learning-rate":
+        state.learning_rate = min(max(state.learning_rate / caution, 1e-5), scheduled_lr)
     if args.target_entropy is not None:
-        surplus = state.entropy - args.target_entropy
-        direction = (surplus > 0.05) - (surplus < -0.05)
-        state.ent_coef = min(max(state.ent_coef / 1.1**direction, 1e-5), 10.0)
+        if metrics["entropy"] > args.target_entropy + 0.05:
+            state.ent_coef = max(state.ent_coef / 1.1, 1e-5)
+        elif metrics["entropy"] < args.target_entropy - 0.05:
+            state.ent_coef = min(state.ent_coef * 1.1, 10.0)
 
 
 def train(args: Args) -> dict:
@@ -409,28 +436,30 @@ def train(args: Args) -> dict:
     """
     check_args(args)
     torch.set_num_threads(args.num_threads)
+    envs = gym.wrappers.vector.RecordEpisodeStatistics(make_envs(args))
+    if envs.metadata["autoreset_mode"] is not AutoresetMode.NEXT_STEP:
+        raise ValueError("the environments must reset in the next step: see Rollout")
     env_seed = seed_everything(args.seed)
-    envs = make_envs(args)
     obs_space, num_actions = envs.single_observation_space, int(envs.single_action_space.n)
     agent = Agent(args, obs_space, num_actions).to(args.device)
     optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)  # ε: [37], detail 3
     state = State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
-    rollout = Rollout(args, obs_space.shape[0])
-    compute = compiled(compute_gradients) if args.compile else compute_gradients
+    rollout = Rollout(args, obs_space.shape[0], num_actions)
     if args.resume:
-        restore(args, agent, optimizer, state)
+        restore(args.resume, agent, optimizer, state)
     run = Run(args, agent, optimizer, state)
 
-    rollout.obs[-1], _ = envs.reset(seed=env_seed + state.global_step)  # where the first rollout starts
+    # Where the first rollout starts. Some simulators take seeds below 2**31 only.
+    rollout.obs[-1], _ = envs.reset(seed=(env_seed + state.global_step) % 2**31)
+    adjust_coefficients(state, args)
     try:
         while state.global_step < args.total_timesteps:
-            adjust_coefficients(state, args)
-            collect_rollout(envs, agent, rollout, args)
+            episodes = collect_rollout(envs, agent, rollout, args)
             batch = make_batch(agent, rollout, args)
-            metrics = update(agent, optimizer, compute, batch, args, state)
-            state.kl, state.entropy = metrics["kl"], metrics["entropy"]
+            metrics = update(agent, optimizer, batch, args, state)
             state.global_step += len(batch.obs)
-            run.log(metrics, finished_episodes(rollout))
+            adjust_coefficients(state, args, metrics)
+            run.log(metrics, episodes)
         envs.close()
     except KeyboardInterrupt:
         print("\nstopped", flush=True)
@@ -446,12 +475,6 @@ def train(args: Args) -> dict:
 # ------------------------------------------------- Seeds and settings --------------------------------------
 
 
-def compiled(function: Callable) -> Callable:
-    """A function, compiled with the backward pass in it."""
-    torch._dynamo.config.trace_autograd_ops = True  # lets `backward` be part of the graph
-    return torch.compile(function, dynamic=True)  # batches differ in size, by their filler rows
-
-
 def seed_everything(seed: int) -> int:
     """Seed all random generators, and return a seed for the environments."""
     for function in (random.seed, np.random.seed, torch.manual_seed):
@@ -461,47 +484,48 @@ def seed_everything(seed: int) -> int:
 
 
 def check_args(args: Args) -> None:
-    """Raise `ValueError` for settings that cannot be right, or that are known to break PPO."""
-    for name in (
-        "num_envs", "num_steps", "num_minibatches", "total_timesteps", "update_epochs", "learning_rate",
-        "hidden_size", "eval_episodes",
-    ):  # fmt: skip
-        if not getattr(args, name) > 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive")
-    size, clip = args.num_envs * args.num_steps, args.surrogate == "clip"
-    unsafe, override = not args.allow_unsafe, "; --allow-unsafe overrides"
-    unscaled = args.update_epochs > 1 and not (args.norm_adv or args.norm_rewards)
-    no_cuda = args.device.startswith("cuda") and not torch.cuda.is_available()
+    """Raise `ValueError` for settings that cannot be right."""
+    size = args.num_envs * args.num_steps
+    sizes = size, args.num_minibatches, args.update_epochs, args.hidden_size, args.eval_episodes
+    adaptable = "learning-rate", "clip-coef" if args.surrogate == "clip" else "kl-coef", "none"
+    devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     for wrong, reason in [
+        (args.seed < 0, "--seed must not be negative"),
+        (min(sizes) < 1 or not args.learning_rate > 0, "sizes and --learning-rate must be positive"),
         (not 0 <= args.gamma <= 1, "--gamma must be from 0 to 1"),
-        (not 0 <= args.gae_lambda <= 1, "--gae-lambda must be from 0 to 1"),
         (4 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 4} for this rollout"),
         (size > args.total_timesteps, f"--total-timesteps must be at least {size}, the size of a rollout"),
-        (args.adapt == "clip-coef" and not clip, "--adapt clip-coef needs --surrogate clip"),
-        (args.adapt == "kl-coef" and clip, "--adapt kl-coef needs --surrogate kl-penalty"),
+        (args.adapt not in adaptable, f"--surrogate {args.surrogate} has no {args.adapt}"),
         (args.target_entropy is not None and not args.ent_coef, "--target-entropy needs --ent-coef above 0"),
-        (unsafe and args.update_epochs > 30, f"--update-epochs above 30: the KL explodes{override}"),
-        (unsafe and clip and args.clip_coef > 0.3, f"--clip-coef above 0.3 hardly clips{override}"),
-        (unsafe and unscaled, f"several epochs need --norm-adv or --norm-rewards{override}"),
         (args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy"),
-        (no_cuda, f"--device {args.device}: PyTorch finds no CUDA device; use cpu"),
+        (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
+        (not devices.get(args.device.split(":")[0]), f"--device {args.device} is not there; use cpu"),
+        (re.search("^ALE/|NoFrameskip", args.env_id), f"{args.env_id} is an Atari game: use ppo_atari.py"),
     ]:
         if wrong:
             raise ValueError(reason)
     try:
-        json.loads(args.env_kwargs)
-    except ValueError as error:
-        raise ValueError(f"--env-kwargs is not JSON: {error}") from error
-    actions = make_env(args).action_space
+        env = make_env(args, **({"render_mode": "rgb_array"} if args.capture_video else {}))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--env-kwargs {args.env_kwargs}: {error}") from error
+    env.close()
+    actions = env.action_space
+    if isinstance(actions, gym.spaces.Box):
+        raise ValueError(f"{args.env_id} has actions {actions}: use ppo_continuous.py")
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
-        raise ValueError(f"{args.env_id} has actions {actions}: for Box, use ppo_continuous.py")
+        raise ValueError(f"{args.env_id} has actions {actions}: see docs/recipes.md, Other actions")
+    if path := args.resume or args.evaluate:
+        try:
+            load_policy(path, env)
+        except RuntimeError as error:
+            raise ValueError(f"{path} is of another script, or not for {args.env_id}") from error
 
 
 def plan(args: Args) -> str:
     """What a run with these settings does."""
     size, steps = args.num_envs * args.num_steps, args.update_epochs * args.num_minibatches
     return f"""{args.env_id}: {args.total_timesteps:,.0f} steps, rounded up to full rollouts, seed {args.seed}
-rollout    {args.num_envs} environments x {args.num_steps} steps = {size:,} transitions, less those that reset
+rollout    {args.num_envs} environments x {args.num_steps} steps = {size:,} transitions, minus filler rows
 update     {args.update_epochs} epochs x {args.num_minibatches} minibatches = {steps} gradient steps
 schedules  learning rate {args.learning_rate:g}{" to 0" * args.anneal_lr}, adapt {args.adapt}
            entropy coefficient {args.ent_coef:g}{" to 0" * args.anneal_ent_coef}"""
@@ -510,49 +534,43 @@ schedules  learning rate {args.learning_rate:g}{" to 0" * args.anneal_lr}, adapt
 # ------------------------------------------------- Environments --------------------------------------------
 
 
-def finished_episodes(rollout: Rollout) -> list[tuple[float, int]]:
-    """Return and length of each episode that ended in this rollout."""
-    episodes = []
-    returns = rollout.episode_returns + np.cumsum(rollout.rewards * rollout.valid, 0, float)
-    lengths = rollout.episode_lengths + np.cumsum(rollout.valid, 0)
-    for t, n in np.argwhere(rollout.terminated | rollout.truncated):
-        episodes.append((float(returns[t, n]), int(lengths[t, n])))
-        returns[:, n] -= returns[t, n]
-        lengths[:, n] -= lengths[t, n]
-    rollout.episode_returns, rollout.episode_lengths = returns[-1], lengths[-1]
-    return episodes
-
-
 def make_env(args: Args, **kwargs) -> gym.Env:
     """One environment. Put your own here, or wrappers."""
-    return gym.make(args.env_id, **json.loads(args.env_kwargs), **kwargs)
+    return gym.make(args.env_id, **json.loads(args.env_kwargs) | kwargs)
 
 
 def make_envs(args: Args) -> VectorEnv:
-    """N environments with flat observations: the environment's own vector version, or copies of it."""
-    spec = make_env(args).spec
-    if spec and spec.vector_entry_point and not (spec.additional_wrappers or args.async_envs):
-        envs = gym.make_vec(spec, args.num_envs)
-        if envs.metadata.get("autoreset_mode") is not AutoresetMode.NEXT_STEP:
-            raise ValueError(f"{args.env_id} resets in the same step; --async-envs uses copies instead")
-        return envs
+    """N environments with flat observations, in this process or in one each."""
+    seed = seed_everything(args.seed)
+
+    def make(index: int) -> gym.Env:
+        if args.async_envs:  # else all processes would have the random numbers of this one
+            seed_everything(seed + index)
+        return gym.wrappers.FlattenObservation(make_env(args))
+
     vectorize = AsyncVectorEnv if args.async_envs else SyncVectorEnv
-    return vectorize([lambda: gym.wrappers.FlattenObservation(make_env(args))] * args.num_envs)
+    return vectorize([partial(make, index) for index in range(args.num_envs)])
 
 
 # ------------------------------------------------- Advice --------------------------------------------------
 
 ADVICE = [  # iterations in a row; condition on the metrics; what to do
     (1, lambda m: m["kl"] > 1,
-     "KL > 1: the update was too large; if the return stays low, start again with a lower --learning-rate"),
+     "KL > 1: the update was too large (use a lower --learning-rate), or acting and learning differ"),
     (5, lambda m: m["kl"] > 0.05,
      "KL > 0.05: updates are too large; lower --learning-rate or --update-epochs"),
-    (20, lambda m: m["kl"] < 1e-6 and m["progress"] < 0.5,
+    (20, lambda m: m["kl"] < 1e-6 and m["max_kl"] < 1 and m["progress"] < 0.5,
      "KL < 1e-6: the policy hardly changes; raise --learning-rate"),
-    (20, lambda m: m["explained_variance"] < 0 and m["critic_error"] > 0.1 and m["progress"] > 0.1,
-     "explained variance < 0: the critic is worse than a constant; check --vf-coef and the observations"),
-    (10, lambda m: m["entropy"] < 0.05,
+    (20, lambda m: m["explained_variance"] < 1e-3 and m["critic_error"] > 0.1 and m["progress"] > 0.1,
+     "explained variance <= 0: the critic knows nothing; check that observations vary, and --vf-coef"),
+    (20, lambda m: m["gain"] == m["spread"] == 0,
+     "all episodes have had the same return: there is nothing to learn from; check the rewards"),
+    (10, lambda m: m["gain"] < -m["spread"] or (m["progress"] > 0.5 and m["gain"] < m["spread"]),
+     "the return is not higher than at first: see docs/metrics.md, The return does not rise"),
+    (10, lambda m: m["entropy"] < 0.05 and m["max_kl"] < 1 and m["gain"] > 0,
      "entropy < 0.05: if returns are still poor, raise --ent-coef"),
+    (10, lambda m: m["entropy"] > 0.99 * m["max_entropy"] and m["progress"] > 0.5,
+     "the entropy is still at its maximum: lower --ent-coef, or check the rewards"),
 ]  # fmt: skip
 
 
@@ -584,23 +602,29 @@ class Run:
             wandb.init(**names, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
         print(f"{plan(args)}\nfolder     {folder}", flush=True)
         if args.resume:
-            first = replace(state)
-            adjust_coefficients(first, args)
-            print(f"resumed    after {state.global_step:,} steps, learning rate {first.learning_rate:.2g}")
+            print(f"resumed    after {state.global_step:,} of {args.total_timesteps:,.0f} steps")
         self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)
         rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
+        shutil.copy(__file__, folder)  # so that `plot.py` tells runs of changed copies apart
         self.streaks = [0] * len(ADVICE)
+        self.max_kl, self.max_entropy = 0.0, math.inf if args.resume else -math.inf
         self.returns = deque(maxlen=100)  # of the last episodes
-        self.start, self.first_step, self.printed = math.inf, 0, 0.0  # so the first speed is 0
+        self.first_returns: list[float] = []  # of the first 100; none in a resumed run
+        self.time, self.step, self.printed = time.monotonic(), state.global_step, 0.0
+        self.keep()
         self.save()
+
+    def keep(self) -> None:
+        """Keep what a checkpoint holds: it is of a whole iteration, even if the next one is interrupted."""
+        content = {"args": asdict(self.args), "state": asdict(self.state), "random": torch.get_rng_state()}
+        content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
+        self.content = deepcopy(content)
 
     def save(self) -> None:
         """Write a checkpoint. If the process is killed meanwhile, the previous one is still there."""
-        content = {"args": asdict(self.args), "state": asdict(self.state), "random": torch.get_rng_state()}
-        content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
         self.writer.flush()  # first, so that the curves have no gap where training resumes
-        torch.save(content, self.path.with_suffix(".tmp"))
+        torch.save(self.content, self.path.with_suffix(".tmp"))
         self.path.with_suffix(".tmp").replace(self.path)
         self.saved = time.monotonic()
 
@@ -608,33 +632,39 @@ class Run:
         """Log an iteration, print progress and advice, and save a checkpoint every minute."""
         if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
             raise FloatingPointError("not finite: lower --learning-rate, or look for huge rewards")
+        if metrics["grad_norm"] == 0:
+            raise FloatingPointError("the gradient is 0: the loss does not depend on the networks")
         args, step, now = self.args, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
-        for name in ("learning_rate", "clip_coef", "kl_coef", "ent_coef"):
-            scalars[f"charts/{name}"] = getattr(self.state, name)
         if episodes:
             returns, lengths = np.transpose(episodes)
             self.returns.extend(returns)
+            if not args.resume:
+                self.first_returns = [*self.first_returns, *returns][:100]
             for suffix, statistic in (("", np.mean), ("_std", np.std), ("_min", np.min), ("_max", np.max)):
                 scalars[f"charts/episodic_return{suffix}"] = statistic(returns)
             scalars["charts/episodic_return_100"] = np.mean(self.returns)
             scalars["charts/episodic_length"] = lengths.mean()
-        if speed := (step - self.first_step) / (now - self.start):
-            scalars["charts/SPS"] = speed
-        else:  # the first iteration may compile: speed is measured from its end
-            self.start, self.first_step = now, step
+        scalars["charts/SPS"] = speed = (step - self.step) / (now - self.time)
+        self.time, self.step = now, step
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
-        texts = advise(metrics | {"progress": step / args.total_timesteps}, self.streaks)
+        self.max_kl = max(self.max_kl, metrics["kl"])
+        self.max_entropy = max(self.max_entropy, metrics["entropy"])
+        metrics |= {"max_kl": self.max_kl, "max_entropy": self.max_entropy}
+        metrics["progress"] = step / args.total_timesteps
+        metrics["gain"] = float(np.mean(self.returns or np.nan) - np.mean(self.first_returns or np.nan))
+        metrics["spread"] = float(np.std(self.first_returns or np.nan))
+        texts = advise(metrics, self.streaks)
         for text in texts:
             self.writer.add_text("advice", text, step)
         if texts or step >= args.total_timesteps or now - self.printed > 5:
             self.printed = now
-            line = f"{step:>10,} steps  return {np.mean(self.returns or np.nan):.1f}  KL {metrics['kl']:.4f}"
-            if speed:
-                minutes = max(args.total_timesteps - step, 0) / speed / 60
-                line += f"  {speed:,.0f}/s  {minutes:.0f} min left"
-            print("\n".join([line, *texts]), flush=True)
+            shown = f"return {np.mean(self.returns):.5g}" if self.returns else "no episode has ended yet"
+            minutes = max(args.total_timesteps - step, 0) / speed / 60
+            line = f"{step:>10,} steps  {shown}  KL {max(metrics['kl'], 0):.4f}"
+            print("\n".join([f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", *texts]), flush=True)
+        self.keep()
         if now - self.saved > 60:
             self.save()
 
@@ -646,13 +676,23 @@ class Run:
             returns = results["greedy_returns"] = evaluate(self.path, self.args)
             self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
         self.writer.close()
-        print(f"curves     tensorboard --logdir runs\nresume     python {sys.argv[0]} --resume {self.path}")
+        print("curves     tensorboard --logdir runs")
         return results
 
 
-def restore(args: Args, agent: Agent, optimizer: Adam, state: State) -> None:
-    """Continue the training in which the checkpoint `args.resume` was saved."""
-    content = torch.load(args.resume, map_location="cpu", weights_only=True)
+def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
+    """The settings and the whole content of a checkpoint. Raises `ValueError` for any other file."""
+    try:
+        content = torch.load(path, map_location=device, weights_only=True)
+        known = {name: value for name, value in content["args"].items() if hasattr(Args, name)}
+        return Args(**known), content
+    except (pickle.UnpicklingError, EOFError, RuntimeError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is not a checkpoint of this script") from error
+
+
+def restore(path: str, agent: Agent, optimizer: Adam, state: State) -> None:
+    """Continue the training in which this checkpoint was saved."""
+    _, content = load_checkpoint(path)
     agent.load_state_dict(content["agent"])
     optimizer.load_state_dict(content["optimizer"])
     torch.set_rng_state(content["random"])
@@ -664,19 +704,19 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
 
     It takes one observation or, if the space is a `Box`, a batch of them.
     """
-    content = torch.load(path, map_location=device, weights_only=True)
+    args, content = load_checkpoint(path, device)
     space, num_actions = env.observation_space, int(env.action_space.n)
-    agent = Agent(Args(**content["args"]), gym.spaces.flatten_space(space), num_actions).to(device).eval()
+    agent = Agent(args, gym.spaces.flatten_space(space), num_actions).to(device).eval()
     agent.load_state_dict(content["agent"])
 
     @torch.inference_mode()
-    def policy(obs: Any) -> np.ndarray:
+    def act(obs: Any) -> np.ndarray:
         batch = isinstance(space, gym.spaces.Box) and np.ndim(obs) > len(space.shape)
         flat = np.reshape(obs, (len(obs), -1)) if batch else gym.spaces.flatten(space, obs)
         flat = torch.as_tensor(flat, dtype=torch.float32, device=device)
         return agent.policy(agent.normalize(flat)).argmax(-1).cpu().numpy()[()]
 
-    return policy
+    return act
 
 
 def evaluate(path: str | Path, args: Args) -> np.ndarray:
@@ -686,20 +726,21 @@ def evaluate(path: str | Path, args: Args) -> np.ndarray:
         videos = Path(path).parent / "videos"
         env = gym.wrappers.RecordVideo(env, str(videos), lambda episode: True)
         print(f"videos     {videos}")
-    policy = load_policy(path, env, args.device)
-    seed = seed_everything(args.seed) + 2**31  # episodes that training has not seen
+    act = load_policy(path, env, args.device)
+    seed = (seed_everything(args.seed) + 2**30) % 2**31  # episodes that training has not seen
     returns = np.zeros(args.eval_episodes)
     for episode in range(args.eval_episodes):
         obs, _ = env.reset(seed=seed + episode)
         for _ in range(10_000):  # some environments never end
-            obs, reward, terminated, truncated, _ = env.step(policy(obs))
+            obs, reward, terminated, truncated, _ = env.step(act(obs))
             returns[episode] += reward
             if terminated or truncated:
                 break
         else:
             print(f"episode {episode + 1} was stopped after 10,000 steps")
     env.close()
-    print(f"evaluation return {returns.mean():.1f} ± {returns.std():.1f}, {len(returns)} episodes")
+    shown = f"{returns.mean():.5g} ± {returns.std():.3g}"
+    print(f"evaluation return {shown}, {len(returns)} episodes with the most likely actions")
     return returns
 
 
@@ -711,7 +752,7 @@ def parse_args() -> Args:
     description = __doc__.partition("\n  [PPO]")[0]
     args = tyro.cli(Args, description=description)
     if path := args.resume or args.evaluate:
-        saved = Args(**torch.load(path, map_location="cpu", weights_only=True)["args"])
+        saved, _ = load_checkpoint(path)
         if ":" in saved.env_id and args.env_id != saved.env_id:
             raise ValueError(f"{path} imports a module; if you trust it, add --env-id {saved.env_id}")
         default = replace(saved, **{name: getattr(Args, name) for name in RUN_ONLY})
@@ -736,7 +777,9 @@ def main() -> None:
     elif args.evaluate:
         evaluate(args.evaluate, args)
     else:
-        train(args)
+        path = train(args)["checkpoint"]
+        module = f" --env-id {args.env_id}" if ":" in args.env_id else ""
+        print(f"resume     python {sys.argv[0]} --resume {path}{module}")
 
 
 if __name__ == "__main__":

@@ -174,11 +174,12 @@ def compute_gae(
     So row t+1 of `values` [T+1, N] must be the value of the state that step t led to, even where it ended the
     episode. All other tensors are [T, N].
     """
-    deltas = rewards + gamma * values[1:] * ~terminated - values[:-1]
-    decays = gamma * gae_lambda * ~(terminated | truncated)
+    next_values = torch.where(terminated, 0, values[1:])  # not a product: a last state may be NaN
+    deltas = rewards + gamma * next_values - values[:-1]
+    ended = terminated | truncated
     advantages = torch.zeros_like(values)
     for t in reversed(range(len(rewards))):
-        advantages[t] = deltas[t] + decays[t] * advantages[t + 1]
+        advantages[t] = deltas[t] + gamma * gae_lambda * torch.where(ended[t], 0, advantages[t + 1])
     return advantages[:-1], advantages[:-1] + values[:-1]
 
 
@@ -203,8 +204,6 @@ class State:
     kl_coef: float
     ent_coef: float
     global_step: int = 0  # transitions so far
-    kl: float | None = None  # of the last iteration; None before the first
-    entropy: float = 0.0  # of the last iteration
 
 
 def mean(x: Tensor, weights: Tensor) -> Tensor:
@@ -358,8 +357,8 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, state: State
     return metrics
 
 
-def adjust_coefficients(state: State, args: Args) -> None:
-    """Set the next iteration's coefficients, by their schedules and the last iteration's metrics, if any."""
+def adjust_coefficients(state: State, args: Args, metrics: dict[str, float] | None = None) -> None:
+    """Set the next iteration's coefficients, by their schedules and the metrics of the last one, if any."""
     remaining = max(0, 1 - state.global_step / args.total_timesteps)
     scheduled_lr = args.learning_rate * (remaining if args.anneal_lr else 1)
     if args.adapt != "learning-rate":
@@ -370,20 +369,25 @@ def adjust_coefficients(state: State, args: Args) -> None:
         state.kl_coef = args.kl_coef
     if args.target_entropy is None:
         state.ent_coef = args.ent_coef * (remaining if args.anneal_ent_coef else 1)
-    kl = state.kl
-    if kl is None:
+    if metrics is None:
         return
-    direction = (kl > 1.5 * args.desired_kl) - (kl < args.desired_kl / 1.5)  # 1: too large, -1: too small
-    if args.adapt == "kl-coef":  # [PPO], §4: β is doubled or halved
-        state.kl_coef = min(max(state.kl_coef * 2.0**direction, 1e-4), 1e4)
+    step = 1.5 if args.adapt == "learning-rate" else 2.0  # of Rudin et al. 2022, and of [PPO], §4
+    caution = 1.0
+    if metrics["kl"] > 1.5 * args.desired_kl:
+        caution = step
+    elif metrics["kl"] < args.desired_kl / 1.5:
+        caution = 1 / step
+    if args.adapt == "kl-coef":
+        state.kl_coef = min(max(state.kl_coef * caution, 1e-4), 1e4)
     elif args.adapt == "clip-coef":
-        state.clip_coef = min(max(state.clip_coef / 2.0**direction, 0.01), 0.3)
-    elif args.adapt == "learning-rate":  # as in Rudin et al. 2022, but with §4's thresholds
-        state.learning_rate = min(max(state.learning_rate / 1.5**direction, 1e-5), scheduled_lr)
+        state.clip_coef = min(max(state.clip_coef / caution, 0.01), 0.3)
+    elif args.adapt == "learning-rate":
+        state.learning_rate = min(max(state.learning_rate / caution, 1e-5), scheduled_lr)
     if args.target_entropy is not None:
-        surplus = state.entropy - args.target_entropy
-        direction = (surplus > 0.05) - (surplus < -0.05)
-        state.ent_coef = min(max(state.ent_coef / 1.1**direction, 1e-5), 10.0)
+        if metrics["entropy"] > args.target_entropy + 0.05:
+            state.ent_coef = max(state.ent_coef / 1.1, 1e-5)
+        elif metrics["entropy"] < args.target_entropy - 0.05:
+            state.ent_coef = min(state.ent_coef * 1.1, 10.0)
 
 
 def train(args: Args) -> dict:
@@ -513,7 +517,7 @@ def plan(args: Args) -> str:
     """What a run with these settings does."""
     size, steps = args.num_envs * args.num_steps, args.update_epochs * args.num_minibatches
     return f"""{args.env_id}: {args.total_timesteps:,.0f} steps, rounded up to full rollouts, seed {args.seed}
-rollout    {args.num_envs} environments x {args.num_steps} steps = {size:,} transitions, less those that reset
+rollout    {args.num_envs} environments x {args.num_steps} steps = {size:,} transitions, minus filler rows
 update     {args.update_epochs} epochs x {args.num_minibatches} minibatches = {steps} gradient steps
 schedules  learning rate {args.learning_rate:g}{" to 0" * args.anneal_lr}, adapt {args.adapt}
            entropy coefficient {args.ent_coef:g}{" to 0" * args.anneal_ent_coef}"""
@@ -566,15 +570,21 @@ class LostLives(gym.vector.VectorWrapper):
 
 ADVICE = [  # iterations in a row; condition on the metrics; what to do
     (1, lambda m: m["kl"] > 1,
-     "KL > 1: the update was too large; if the return stays low, start again with a lower --learning-rate"),
+     "KL > 1: the update was too large (use a lower --learning-rate), or acting and learning differ"),
     (5, lambda m: m["kl"] > 0.05,
      "KL > 0.05: updates are too large; lower --learning-rate or --update-epochs"),
-    (20, lambda m: m["kl"] < 1e-6 and m["progress"] < 0.5,
+    (20, lambda m: m["kl"] < 1e-6 and m["max_kl"] < 1 and m["progress"] < 0.5,
      "KL < 1e-6: the policy hardly changes; raise --learning-rate"),
-    (20, lambda m: m["explained_variance"] < 0 and m["critic_error"] > 0.1 and m["progress"] > 0.1,
-     "explained variance < 0: the critic is worse than a constant; check --vf-coef and the observations"),
-    (10, lambda m: m["entropy"] < 0.05,
+    (20, lambda m: m["explained_variance"] < 1e-3 and m["critic_error"] > 0.1 and m["progress"] > 0.1,
+     "explained variance <= 0: the critic knows nothing; check that observations vary, and --vf-coef"),
+    (20, lambda m: m["gain"] == m["spread"] == 0,
+     "all episodes have had the same return: there is nothing to learn from; check the rewards"),
+    (10, lambda m: m["gain"] < -m["spread"] or (m["progress"] > 0.5 and m["gain"] < m["spread"]),
+     "the return is not higher than at first: see docs/metrics.md, The return does not rise"),
+    (10, lambda m: m["entropy"] < 0.05 and m["max_kl"] < 1 and m["gain"] > 0,
      "entropy < 0.05: if returns are still poor, raise --ent-coef"),
+    (10, lambda m: m["entropy"] > 0.99 * m["max_entropy"] and m["progress"] > 0.5,
+     "the entropy is still at its maximum: lower --ent-coef, or check the rewards"),
 ]  # fmt: skip
 
 
@@ -606,23 +616,29 @@ class Run:
             wandb.init(**names, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
         print(f"{plan(args)}\nfolder     {folder}", flush=True)
         if args.resume:
-            first = replace(state)
-            adjust_coefficients(first, args)
-            print(f"resumed    after {state.global_step:,} steps, learning rate {first.learning_rate:.2g}")
+            print(f"resumed    after {state.global_step:,} of {args.total_timesteps:,.0f} steps")
         self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)
         rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
+        shutil.copy(__file__, folder)  # so that `plot.py` tells runs of changed copies apart
         self.streaks = [0] * len(ADVICE)
+        self.max_kl, self.max_entropy = 0.0, math.inf if args.resume else -math.inf
         self.returns = deque(maxlen=100)  # of the last episodes
-        self.start, self.first_step, self.printed = math.inf, 0, 0.0  # so the first speed is 0
+        self.first_returns: list[float] = []  # of the first 100; none in a resumed run
+        self.time, self.step, self.printed = time.monotonic(), state.global_step, 0.0
+        self.keep()
         self.save()
+
+    def keep(self) -> None:
+        """Keep what a checkpoint holds: it is of a whole iteration, even if the next one is interrupted."""
+        content = {"args": asdict(self.args), "state": asdict(self.state), "random": torch.get_rng_state()}
+        content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
+        self.content = deepcopy(content)
 
     def save(self) -> None:
         """Write a checkpoint. If the process is killed meanwhile, the previous one is still there."""
-        content = {"args": asdict(self.args), "state": asdict(self.state), "random": torch.get_rng_state()}
-        content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
         self.writer.flush()  # first, so that the curves have no gap where training resumes
-        torch.save(content, self.path.with_suffix(".tmp"))
+        torch.save(self.content, self.path.with_suffix(".tmp"))
         self.path.with_suffix(".tmp").replace(self.path)
         self.saved = time.monotonic()
 
@@ -630,33 +646,39 @@ class Run:
         """Log an iteration, print progress and advice, and save a checkpoint every minute."""
         if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
             raise FloatingPointError("not finite: lower --learning-rate, or look for huge rewards")
+        if metrics["grad_norm"] == 0:
+            raise FloatingPointError("the gradient is 0: the loss does not depend on the networks")
         args, step, now = self.args, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
-        for name in ("learning_rate", "clip_coef", "kl_coef", "ent_coef"):
-            scalars[f"charts/{name}"] = getattr(self.state, name)
         if episodes:
             returns, lengths = np.transpose(episodes)
             self.returns.extend(returns)
+            if not args.resume:
+                self.first_returns = [*self.first_returns, *returns][:100]
             for suffix, statistic in (("", np.mean), ("_std", np.std), ("_min", np.min), ("_max", np.max)):
                 scalars[f"charts/episodic_return{suffix}"] = statistic(returns)
             scalars["charts/episodic_return_100"] = np.mean(self.returns)
             scalars["charts/episodic_length"] = lengths.mean()
-        if speed := (step - self.first_step) / (now - self.start):
-            scalars["charts/SPS"] = speed
-        else:  # the first iteration may compile: speed is measured from its end
-            self.start, self.first_step = now, step
+        scalars["charts/SPS"] = speed = (step - self.step) / (now - self.time)
+        self.time, self.step = now, step
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
-        texts = advise(metrics | {"progress": step / args.total_timesteps}, self.streaks)
+        self.max_kl = max(self.max_kl, metrics["kl"])
+        self.max_entropy = max(self.max_entropy, metrics["entropy"])
+        metrics |= {"max_kl": self.max_kl, "max_entropy": self.max_entropy}
+        metrics["progress"] = step / args.total_timesteps
+        metrics["gain"] = float(np.mean(self.returns or np.nan) - np.mean(self.first_returns or np.nan))
+        metrics["spread"] = float(np.std(self.first_returns or np.nan))
+        texts = advise(metrics, self.streaks)
         for text in texts:
             self.writer.add_text("advice", text, step)
         if texts or step >= args.total_timesteps or now - self.printed > 5:
             self.printed = now
-            line = f"{step:>10,} steps  return {np.mean(self.returns or np.nan):.1f}  KL {metrics['kl']:.4f}"
-            if speed:
-                minutes = max(args.total_timesteps - step, 0) / speed / 60
-                line += f"  {speed:,.0f}/s  {minutes:.0f} min left"
-            print("\n".join([line, *texts]), flush=True)
+            shown = f"return {np.mean(self.returns):.5g}" if self.returns else "no episode has ended yet"
+            minutes = max(args.total_timesteps - step, 0) / speed / 60
+            line = f"{step:>10,} steps  {shown}  KL {max(metrics['kl'], 0):.4f}"
+            print("\n".join([f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", *texts]), flush=True)
+        self.keep()
         if now - self.saved > 60:
             self.save()
 
@@ -668,13 +690,23 @@ class Run:
             returns = results["greedy_returns"] = evaluate(self.path, self.args)
             self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
         self.writer.close()
-        print(f"curves     tensorboard --logdir runs\nresume     python {sys.argv[0]} --resume {self.path}")
+        print("curves     tensorboard --logdir runs")
         return results
 
 
-def restore(args: Args, agent: Agent, optimizer: Adam, state: State) -> None:
-    """Continue the training in which the checkpoint `args.resume` was saved."""
-    content = torch.load(args.resume, map_location="cpu", weights_only=True)
+def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
+    """The settings and the whole content of a checkpoint. Raises `ValueError` for any other file."""
+    try:
+        content = torch.load(path, map_location=device, weights_only=True)
+        known = {name: value for name, value in content["args"].items() if hasattr(Args, name)}
+        return Args(**known), content
+    except (pickle.UnpicklingError, EOFError, RuntimeError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is not a checkpoint of this script") from error
+
+
+def restore(path: str, agent: Agent, optimizer: Adam, state: State) -> None:
+    """Continue the training in which this checkpoint was saved."""
+    _, content = load_checkpoint(path)
     agent.load_state_dict(content["agent"])
     optimizer.load_state_dict(content["optimizer"])
     torch.set_rng_state(content["random"])

@@ -22,7 +22,15 @@ To use your own, register it and name it (`--env-id my_module:MyEnv-v0`), or cha
   [37]      Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog
 
 PPO itself comes first, in the order of the paper, up to `train`, its Algorithm 1. What training needs around
-it follows.
+it follows. An iteration, and what each part returns:
+
+    train                      the results, after repeating:
+      collect_rollout          the episodes that ended, after it has filled the rollout with T steps
+      normalize_rollout        nothing: it scales observations and rewards
+      make_batch               its transitions, with advantages (compute_gae) and returns
+      update                   metrics, after K epochs of gradient steps, each on a minibatch
+        compute_gradients      metrics of a minibatch, and the gradients of its ppo_loss
+      adjust_coefficients      nothing: it sets the coefficients of the next iteration
 
 Shapes: T steps per rollout, N environments, D numbers per observation, A per action, B transitions per batch.
 """
@@ -31,13 +39,16 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import random
 import re
+import shutil
 import signal
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -49,15 +60,15 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from torch import Tensor, nn
 from torch.optim import Adam
 from torch.utils.tensorboard import SummaryWriter
 
 
 @dataclass
-class Args:  # the comments are the texts of --help
-    exp_name: str = Path(__file__).stem  # part of the run folder's name
+class Args:  # the trailing comments become --help
+    exp_name: str = Path(sys.argv[0]).stem  # part of the run folder's name
     seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
     plan: bool = False  # only print what the run would do, and which advice it may give
     resume: str | None = None  # resume from this checkpoint; flags override its settings
@@ -67,17 +78,15 @@ class Args:  # the comments are the texts of --help
     track: bool = False  # mirror TensorBoard to Weights & Biases (needs wandb)
     wandb_project_name: str = "ppo"  # project at Weights & Biases
     wandb_entity: str | None = None  # team at Weights & Biases; None is your own account
-    allow_unsafe: bool = False  # accept settings that are refused because they are known to break PPO
     device: str = "cpu"  # cpu, cuda or mps; small networks are fastest on the CPU
     num_threads: int = 1  # PyTorch's CPU threads: for small networks, one is fastest
-    compile: bool = False  # compile the gradient step: it takes half the time, after some 20 seconds
+    compile: bool = False  # compile the gradient step: 1.7 times as fast, after some 25 s (PyTorch >= 2.13)
 
     # Environment
     env_id: str = "HalfCheetah-v5"  # Gymnasium id; `module:EnvId-v0` imports the module first
     env_kwargs: str = "{}"  # environment arguments, as JSON
     num_envs: int = 8  # N: environments that step in parallel
     async_envs: bool = False  # one process per environment: worthwhile when steps are slow
-    stagger: bool = True  # cut an early episode of each short, so that time limits do not coincide
 
     # PPO
     total_timesteps: float = 1_000_000  # total number of transitions; 1e6 is fine
@@ -94,12 +103,10 @@ class Args:  # the comments are the texts of --help
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
     clip_vloss: bool = False  # also clip the change of the value to ±ε ([Matters], §3)
     kl_coef: float = 1.0  # β: weight of the KL penalty
-    adapt: Literal["none", "kl-coef", "clip-coef", "learning-rate"] = "learning-rate"  # adapt to --desired-kl
+    adapt: Literal["none", "kl-coef", "learning-rate"] = "learning-rate"  # adapt this to --desired-kl
     desired_kl: float = 0.03  # KL divergence per iteration that --adapt aims at, in nats
     target_kl: float | None = None  # stop an iteration after an epoch whose KL divergence exceeds this
     ent_coef: float = 0.0  # c₂: weight of the entropy bonus
-    anneal_ent_coef: bool = False  # decay the entropy coefficient linearly to 0
-    target_entropy: float | None = None  # adapt the entropy coefficient to hold this entropy, in nats
     vf_coef: float = 0.25  # c₁: weight of the value loss, ½ (V - return)²
     max_grad_norm: float = 0.5  # clip the gradient to this global norm
     norm_obs: bool = True  # normalise observations, unless bounded by 0 and 1, by running mean and std
@@ -107,6 +114,10 @@ class Args:  # the comments are the texts of --help
     init_log_std: float = -0.5  # initial log standard deviation, where 0 is half of an action's range
     min_log_std: float = -2.3  # its lower limit: a much narrower policy learns nothing about rare states
     hidden_size: int = 64  # width of the two hidden layers of the actor, and of the critic
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():  # NumPy's numbers could not be loaded from a checkpoint
+            setattr(self, name, value.item() if isinstance(value, np.generic) else value)
 
 
 # ------------------------------------------------- Networks -------------------------------------------------
@@ -205,11 +216,12 @@ def compute_gae(
     So row t+1 of `values` [T+1, N] must be the value of the state that step t led to, even where it ended the
     episode. All other tensors are [T, N].
     """
-    deltas = rewards + gamma * values[1:] * ~terminated - values[:-1]
-    decays = gamma * gae_lambda * ~(terminated | truncated)
+    next_values = torch.where(terminated, 0, values[1:])  # not a product: a last state may be NaN
+    deltas = rewards + gamma * next_values - values[:-1]
+    ended = terminated | truncated
     advantages = torch.zeros_like(values)
     for t in reversed(range(len(rewards))):
-        advantages[t] = deltas[t] + decays[t] * advantages[t + 1]
+        advantages[t] = deltas[t] + gamma * gae_lambda * torch.where(ended[t], 0, advantages[t + 1])
     return advantages[:-1], advantages[:-1] + values[:-1]
 
 
@@ -229,12 +241,8 @@ class State:
     """What changes during training besides the networks."""
 
     learning_rate: float
-    clip_coef: float
     kl_coef: float
-    ent_coef: float
     global_step: int = 0  # transitions so far
-    kl: float | None = None  # of the last iteration; None before the first
-    entropy: float = 0.0  # of the last iteration
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tensor, dict[str, Tensor]]:
@@ -247,18 +255,18 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tens
     log_ratio = log_prob(policy, batch.actions) - log_prob(batch.old_policy, batch.actions)
     ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s)
     if args.surrogate == "clip":  # L^CLIP = E[min(r A, clip(r, 1 - ε, 1 + ε) A)] ([PPO], equation 7)
-        clipped_ratio = ratio.clamp(1 - state.clip_coef, 1 + state.clip_coef)
+        clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
         policy_losses = -torch.min(ratio * advantages, clipped_ratio * advantages)
     else:  # L^KLPEN = E[r A - β KL(π_old ‖ π)] ([PPO], equation 8)
         policy_losses = state.kl_coef * kl_divergence(batch.old_policy, policy) - ratio * advantages
 
     value_losses = 0.5 * (values - batch.returns).square()
     if args.clip_vloss:  # the larger of two losses: of V, and of V clipped to V_old ± ε
-        change = (values - batch.old_values).clamp(-state.clip_coef, state.clip_coef)
+        change = (values - batch.old_values).clamp(-args.clip_coef, args.clip_coef)
         value_losses = torch.max(value_losses, 0.5 * (batch.old_values + change - batch.returns).square())
 
     entropies = entropy(policy)
-    loss = (policy_losses + args.vf_coef * value_losses - state.ent_coef * entropies).mean()
+    loss = (policy_losses + args.vf_coef * value_losses - args.ent_coef * entropies).mean()
     with torch.no_grad():  # the approximate KLs are k1 and k3 of Schulman 2020, "Approximating KL Divergence"
         metrics = {
             "policy_loss": policy_losses.mean(),
@@ -266,7 +274,7 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tens
             "entropy": entropies.mean(),
             "old_approx_kl": -log_ratio.mean(),
             "approx_kl": (ratio - 1 - log_ratio).mean(),
-            "clipfrac": ((ratio - 1).abs() > state.clip_coef).float().mean(),
+            "clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean(),
         }
     return loss, metrics
 
@@ -278,8 +286,9 @@ class Rollout:
     """T steps of N environments, in arrays that are reused: the next rollout starts where this one ends.
 
     When step t ends an episode, obs[t+1] is its last state, so the value there is row t+1 of the values. Step
-    t+1 then ignores its action, pays 0, and only resets the environment (AutoresetMode.NEXT_STEP of
-    Gymnasium). It is one of the T steps, but a filler row: not valid, and not learnt from.
+    t+1 then ignores its action, returns a reward of 0, and only resets the environment
+    (AutoresetMode.NEXT_STEP of Gymnasium). It is one of the T steps, but a filler row: not valid, and not
+    learnt from.
 
         step   t       t+1     t+2
         obs    s       last s  first s of the next episode
@@ -290,6 +299,7 @@ class Rollout:
     def __init__(self, args: Args, obs_size: int, action_size: int):
         shape = args.num_steps, args.num_envs
         self.obs = np.zeros((args.num_steps + 1, args.num_envs, obs_size), np.float32)
+        self.policies = torch.zeros(*shape, 2 * action_size, device=args.device)  # π_old(·|s)
         self.actions = np.zeros((*shape, action_size), np.float32)
         self.rewards = np.zeros(shape, np.float32)
         self.terminated = np.zeros(shape, bool)
@@ -298,25 +308,38 @@ class Rollout:
         self.discounted_returns = np.zeros(shape, np.float32)  # for scale_rewards
         self.normalised_obs: Tensor  # [T+1, N, D], set by normalize_rollout
         self.scaled_rewards: Tensor  # [T, N], set by normalize_rollout
-        self.episode_returns = np.zeros(args.num_envs)  # of the unfinished episodes, so far
-        self.episode_lengths = np.zeros(args.num_envs, int)
+        # What the environments reported in each step. Gymnasium joins it, with the type of the first value:
+        # if environment 0 reports 0, and not 0.0, then 0.5 of environment 1 becomes 0.
+        self.infos = [{}] * args.num_steps
 
 
 @torch.inference_mode()
-def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args) -> None:
-    """Fill the rollout with the next T steps of the environments under the agent's policy."""
+def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args) -> list[tuple[float, int]]:
+    """Fill the rollout with the next T steps of the environments under the agent's policy.
+
+    Returns the return and length of each episode that ended.
+    """
     obs, actions, rewards, valid = rollout.obs, rollout.actions, rollout.rewards, rollout.valid
     terminated, truncated = rollout.terminated, rollout.truncated
+    episodes = []
     obs[0] = obs[-1]
     valid[0] = ~(terminated[-1] | truncated[-1])  # of the previous rollout
     noise = torch.randn(actions.shape).to(args.device)  # all at once is faster
     for t, step_noise in enumerate(noise):
         policy = agent.policy(agent.normalize(torch.as_tensor(obs[t], device=args.device)))
+        rollout.policies[t] = policy
         means, log_stds = policy.chunk(2, -1)
         actions[t] = (means + log_stds.exp() * step_noise).cpu().numpy()
         env_actions = rescale(actions[t], envs.single_action_space)
-        obs[t + 1], rewards[t], terminated[t], truncated[t], _ = envs.step(env_actions)
+        obs[t + 1], rewards[t], terminated[t], truncated[t], info = envs.step(env_actions)
+        rollout.infos[t] = info
+        if "episode" in info:
+            over = info["_episode"]
+            episodes += zip(info["episode"]["r"][over], info["episode"]["l"][over], strict=True)
     valid[1:] = ~(terminated | truncated)[:-1]
+    if not (np.isfinite(rewards).all() and np.isfinite(obs[1:][~terminated]).all()):
+        raise FloatingPointError("a reward or an observation is NaN or infinite: look at the environment")
+    return episodes
 
 
 def scale_rewards(agent: Agent, rollout: Rollout, args: Args) -> Tensor:
@@ -359,7 +382,7 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args) -> Batch:
     tensor = partial(torch.as_tensor, device=args.device)
     obs, actions, valid = rollout.normalised_obs[:-1], tensor(rollout.actions), tensor(rollout.valid)
     values, advantages, returns = estimate_advantages(agent, rollout, args)
-    return Batch(obs[valid], actions[valid], agent.policy(obs)[valid], values, advantages, returns)
+    return Batch(obs[valid], actions[valid], rollout.policies[valid], values, advantages, returns)
 
 
 def compute_gradients(agent: Agent, minibatch: Batch, args: Args, state: State) -> dict[str, Tensor]:
@@ -382,6 +405,8 @@ def update(
     """K epochs of gradient steps on shuffled minibatches. Returns mean metrics."""
     errors = batch.returns - batch.old_values
     metrics = {
+        "charts/learning_rate": state.learning_rate,
+        "charts/kl_coef": state.kl_coef,
         "explained_variance": 1 - (errors.var(correction=0) / batch.returns.var(correction=0)).item(),
         "critic_error": (errors.square().mean() / batch.returns.square().mean()).sqrt().item(),
     }
@@ -408,32 +433,26 @@ def update(
     return metrics
 
 
-def adjust_coefficients(state: State, args: Args) -> None:
-    """Set the next iteration's coefficients, by their schedules and the last iteration's metrics, if any."""
+def adjust_coefficients(state: State, args: Args, metrics: dict[str, float] | None = None) -> None:
+    """Set the next iteration's coefficients, by their schedules and the metrics of the last one, if any."""
     remaining = max(0, 1 - state.global_step / args.total_timesteps)
     scheduled_lr = args.learning_rate * (remaining if args.anneal_lr else 1)
     if args.adapt != "learning-rate":
         state.learning_rate = scheduled_lr
-    if args.adapt != "clip-coef":
-        state.clip_coef = args.clip_coef
     if args.adapt != "kl-coef":
         state.kl_coef = args.kl_coef
-    if args.target_entropy is None:
-        state.ent_coef = args.ent_coef * (remaining if args.anneal_ent_coef else 1)
-    kl = state.kl
-    if kl is None:
+    if metrics is None:
         return
-    direction = (kl > 1.5 * args.desired_kl) - (kl < args.desired_kl / 1.5)  # 1: too large, -1: too small
-    if args.adapt == "kl-coef":  # [PPO], §4: β is doubled or halved
-        state.kl_coef = min(max(state.kl_coef * 2.0**direction, 1e-4), 1e4)
-    elif args.adapt == "clip-coef":
-        state.clip_coef = min(max(state.clip_coef / 2.0**direction, 0.01), 0.3)
-    elif args.adapt == "learning-rate":  # as in Rudin et al. 2022, but with §4's thresholds
-        state.learning_rate = min(max(state.learning_rate / 1.5**direction, 1e-5), scheduled_lr)
-    if args.target_entropy is not None:
-        surplus = state.entropy - args.target_entropy
-        direction = (surplus > 0.05) - (surplus < -0.05)
-        state.ent_coef = min(max(state.ent_coef / 1.1**direction, 1e-5), 10.0)
+    step = 1.5 if args.adapt == "learning-rate" else 2.0  # of Rudin et al. 2022, and of [PPO], §4
+    caution = 1.0
+    if metrics["kl"] > 1.5 * args.desired_kl:
+        caution = step
+    elif metrics["kl"] < args.desired_kl / 1.5:
+        caution = 1 / step
+    if args.adapt == "kl-coef":
+        state.kl_coef = min(max(state.kl_coef * caution, 1e-4), 1e4)
+    elif args.adapt == "learning-rate":
+        state.learning_rate = min(max(state.learning_rate / caution, 1e-5), scheduled_lr)
 
 
 def train(args: Args) -> dict:
@@ -445,37 +464,39 @@ def train(args: Args) -> dict:
     """
     check_args(args)
     torch.set_num_threads(args.num_threads)
+    envs = gym.wrappers.vector.RecordEpisodeStatistics(make_envs(args))
+    if envs.metadata["autoreset_mode"] is not AutoresetMode.NEXT_STEP:
+        raise ValueError("the environments must reset in the next step: see Rollout")
     env_seed = seed_everything(args.seed)
-    envs = make_envs(args)
     obs_space, action_size = envs.single_observation_space, envs.single_action_space.shape[0]
     agent = Agent(args, obs_space, action_size).to(args.device)
     # ε: [37], detail 3. β2 = 0.99, not 0.999: step sizes adapt sooner if gradients suddenly grow, as when an
     # episode fails after many that did not (Dohare et al. 2023, "Overcoming Policy Collapse in Deep RL").
     optimizer = Adam(agent.parameters(), args.learning_rate, (0.9, 0.99), eps=1e-5, fused=True)
-    state = State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
+    state = State(args.learning_rate, args.kl_coef)
     rollout = Rollout(args, obs_space.shape[0], action_size)
     compute = compiled(compute_gradients) if args.compile else compute_gradients
     if args.resume:
-        restore(args, agent, optimizer, state)
+        restore(args.resume, agent, optimizer, state)
     run = Run(args, agent, optimizer, state)
 
-    rollout.obs[-1], _ = envs.reset(seed=env_seed + state.global_step)  # where the first rollout starts
+    # Where the first rollout starts. Some simulators take seeds below 2**31 only.
+    rollout.obs[-1], _ = envs.reset(seed=(env_seed + state.global_step) % 2**31)
     try:
         if state.global_step == 0 and args.norm_obs:
             # The first rollout only sets the normalisers: learning never sees raw observations.
             collect_rollout(envs, agent, rollout, args)
             normalize_rollout(agent, rollout, args)
-            finished_episodes(rollout)
             state.global_step += int(rollout.valid.sum())
+        adjust_coefficients(state, args)
         while state.global_step < args.total_timesteps:
-            adjust_coefficients(state, args)
-            collect_rollout(envs, agent, rollout, args)
+            episodes = collect_rollout(envs, agent, rollout, args)
             normalize_rollout(agent, rollout, args)
             batch = make_batch(agent, rollout, args)
             metrics = update(agent, optimizer, compute, batch, rollout, args, state)
-            state.kl, state.entropy = metrics["kl"], metrics["entropy"]
             state.global_step += len(batch.obs)
-            run.log(metrics, finished_episodes(rollout))
+            adjust_coefficients(state, args, metrics)
+            run.log(metrics, episodes)
         envs.close()
     except KeyboardInterrupt:
         print("\nstopped", flush=True)
@@ -494,7 +515,8 @@ def train(args: Args) -> dict:
 def compiled(function: Callable) -> Callable:
     """A function, compiled with the backward pass in it."""
     torch._dynamo.config.trace_autograd_ops = True  # lets `backward` be part of the graph
-    return torch.compile(function, dynamic=True)  # batches differ in size, by their filler rows
+    # Batches differ in size, by their filler rows. With fullgraph, what cannot be compiled is an error.
+    return torch.compile(function, dynamic=True, fullgraph=True)
 
 
 def seed_everything(seed: int) -> int:
@@ -506,116 +528,100 @@ def seed_everything(seed: int) -> int:
 
 
 def check_args(args: Args) -> None:
-    """Raise `ValueError` for settings that cannot be right, or that are known to break PPO."""
-    for name in (
-        "num_envs", "num_steps", "num_minibatches", "total_timesteps", "update_epochs", "learning_rate",
-        "hidden_size", "eval_episodes",
-    ):  # fmt: skip
-        if not getattr(args, name) > 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive")
-    size, clip = args.num_envs * args.num_steps, args.surrogate == "clip"
-    unsafe, override = not args.allow_unsafe, "; --allow-unsafe overrides"
-    unscaled = args.update_epochs > 1 and not (args.norm_adv or args.norm_rewards)
-    no_cuda = args.device.startswith("cuda") and not torch.cuda.is_available()
+    """Raise `ValueError` for settings that cannot be right."""
+    size = args.num_envs * args.num_steps
+    sizes = size, args.num_minibatches, args.update_epochs, args.hidden_size, args.eval_episodes
+    least = size * (1 + args.norm_obs)  # the first rollout only sets the normalisers
+    adaptable = "learning-rate", "kl-coef" if args.surrogate == "kl-penalty" else "none", "none"
+    devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     for wrong, reason in [
+        (args.seed < 0, "--seed must not be negative"),
+        (min(sizes) < 1 or not args.learning_rate > 0, "sizes and --learning-rate must be positive"),
         (not 0 <= args.gamma <= 1, "--gamma must be from 0 to 1"),
-        (not 0 <= args.gae_lambda <= 1, "--gae-lambda must be from 0 to 1"),
         (4 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 4} for this rollout"),
-        (size > args.total_timesteps, f"--total-timesteps must be at least {size}, the size of a rollout"),
-        (args.adapt == "clip-coef" and not clip, "--adapt clip-coef needs --surrogate clip"),
-        (args.adapt == "kl-coef" and clip, "--adapt kl-coef needs --surrogate kl-penalty"),
-        (args.target_entropy is not None and not args.ent_coef, "--target-entropy needs --ent-coef above 0"),
-        (unsafe and args.update_epochs > 30, f"--update-epochs above 30: the KL explodes{override}"),
-        (unsafe and clip and args.clip_coef > 0.3, f"--clip-coef above 0.3 hardly clips{override}"),
-        (unsafe and unscaled, f"several epochs need --norm-adv or --norm-rewards{override}"),
+        (least > args.total_timesteps, f"--total-timesteps must be at least {least} with these rollouts"),
+        (args.adapt not in adaptable, f"--surrogate {args.surrogate} has no {args.adapt}"),
         (args.min_log_std > args.init_log_std, "--min-log-std must be at most --init-log-std"),
+        (args.compile and torch.__version__ < "2.13", "--compile needs PyTorch 2.13"),
         (args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy"),
-        (no_cuda, f"--device {args.device}: PyTorch finds no CUDA device; use cpu"),
+        (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
+        (not devices.get(args.device.split(":")[0]), f"--device {args.device} is not there; use cpu"),
     ]:
         if wrong:
             raise ValueError(reason)
     try:
-        json.loads(args.env_kwargs)
-    except ValueError as error:
-        raise ValueError(f"--env-kwargs is not JSON: {error}") from error
-    actions = make_env(args).action_space
+        env = make_env(args, **({"render_mode": "rgb_array"} if args.capture_video else {}))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--env-kwargs {args.env_kwargs}: {error}") from error
+    env.close()
+    actions = env.action_space
+    if isinstance(actions, gym.spaces.Discrete):
+        raise ValueError(f"{args.env_id} has actions {actions}: use ppo.py")
     if not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1:
-        raise ValueError(f"{args.env_id} has actions {actions}, not a Box [A]: for Discrete, use ppo.py")
+        raise ValueError(f"{args.env_id} has actions {actions}: see docs/recipes.md, Other actions")
+    if path := args.resume or args.evaluate:
+        try:
+            load_policy(path, env)
+        except RuntimeError as error:
+            raise ValueError(f"{path} is of another script, or not for {args.env_id}") from error
 
 
 def plan(args: Args) -> str:
     """What a run with these settings does."""
     size, steps = args.num_envs * args.num_steps, args.update_epochs * args.num_minibatches
     return f"""{args.env_id}: {args.total_timesteps:,.0f} steps, rounded up to full rollouts, seed {args.seed}
-rollout    {args.num_envs} environments x {args.num_steps} steps = {size:,} transitions, less those that reset
+rollout    {args.num_envs} environments x {args.num_steps} steps = {size:,} transitions, minus filler rows
 update     {args.update_epochs} epochs x {args.num_minibatches} minibatches = {steps} gradient steps
-schedules  learning rate {args.learning_rate:g}{" to 0" * args.anneal_lr}, adapt {args.adapt}
-           entropy coefficient {args.ent_coef:g}{" to 0" * args.anneal_ent_coef}"""
+schedules  learning rate {args.learning_rate:g}{" to 0" * args.anneal_lr}, adapt {args.adapt}"""
 
 
 # ------------------------------------------------- Environments --------------------------------------------
 
 
-def finished_episodes(rollout: Rollout) -> list[tuple[float, int]]:
-    """Return and length of each episode that ended in this rollout."""
-    episodes = []
-    returns = rollout.episode_returns + np.cumsum(rollout.rewards * rollout.valid, 0, float)
-    lengths = rollout.episode_lengths + np.cumsum(rollout.valid, 0)
-    for t, n in np.argwhere(rollout.terminated | rollout.truncated):
-        episodes.append((float(returns[t, n]), int(lengths[t, n])))
-        returns[:, n] -= returns[t, n]
-        lengths[:, n] -= lengths[t, n]
-    rollout.episode_returns, rollout.episode_lengths = returns[-1], lengths[-1]
-    return episodes
-
-
 def make_env(args: Args, **kwargs) -> gym.Env:
     """One environment. Put your own here, or wrappers."""
-    return gym.make(args.env_id, **json.loads(args.env_kwargs), **kwargs)
-
-
-class StaggeredEnv(gym.Wrapper):
-    """Environment `index` of N, with flat observations. With --stagger, an early episode is truncated.
-
-    Time limits would otherwise coincide, and a rollout would be all starts, or all ends, of episodes.
-    """
-
-    def __init__(self, args: Args, index: int):
-        super().__init__(gym.wrappers.FlattenObservation(make_env(args)))
-        limit = self.spec.max_episode_steps if self.spec else None
-        self.steps_left = index * limit // args.num_envs if args.stagger and limit else 0  # 0: no cut
-
-    def step(self, action: np.ndarray) -> tuple:
-        """As of any environment, without infos: joining those of all takes 8% of the time of stepping."""
-        obs, reward, terminated, truncated, _ = self.env.step(action)
-        self.steps_left -= 1
-        return obs, reward, terminated, truncated or self.steps_left == 0, {}
+    return gym.make(args.env_id, **json.loads(args.env_kwargs) | kwargs)
 
 
 def make_envs(args: Args) -> VectorEnv:
-    """N environments, in this process or in one each."""
+    """N environments with flat observations, in this process or in one each."""
+    seed = seed_everything(args.seed)
+
+    def make(index: int) -> gym.Env:
+        if args.async_envs:  # else all processes would have the random numbers of this one
+            seed_everything(seed + index)
+        return gym.wrappers.FlattenObservation(make_env(args))
+
     vectorize = AsyncVectorEnv if args.async_envs else SyncVectorEnv
-    return vectorize([partial(StaggeredEnv, args, index) for index in range(args.num_envs)])
+    return vectorize([partial(make, index) for index in range(args.num_envs)])
 
 
 def rescale(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
     """Actions [..., A] in the environment's units: -1 and 1 are its bounds, if any; the rest is clipped."""
-    bounded = np.isfinite(space.high - space.low)
-    low, high = np.where(bounded, space.low, -1), np.where(bounded, space.high, 1)
-    return np.clip((low + high) / 2 + (high - low) / 2 * actions, space.low, space.high)
+    low, high = space.low.astype(float), space.high.astype(float)
+    bounded = np.isfinite(high - low)
+    low, high = np.where(bounded, low, -1), np.where(bounded, high, 1)
+    scaled = np.clip((low + high) / 2 + (high - low) / 2 * actions, space.low, space.high)
+    if np.issubdtype(space.dtype, np.integer):
+        scaled = scaled.round()
+    return scaled.astype(space.dtype)
 
 
 # ------------------------------------------------- Advice --------------------------------------------------
 
 ADVICE = [  # iterations in a row; condition on the metrics; what to do
     (1, lambda m: m["kl"] > 1,
-     "KL > 1: the update was too large; if the return stays low, start again with a lower --learning-rate"),
+     "KL > 1: the update was too large (use a lower --learning-rate), or acting and learning differ"),
     (5, lambda m: m["kl"] > 0.05,
      "KL > 0.05: updates are too large; lower --learning-rate or --update-epochs"),
-    (20, lambda m: m["kl"] < 1e-6 and m["progress"] < 0.5,
+    (20, lambda m: m["kl"] < 1e-6 and m["max_kl"] < 1 and m["progress"] < 0.5,
      "KL < 1e-6: the policy hardly changes; raise --learning-rate"),
-    (20, lambda m: m["explained_variance"] < 0 and m["critic_error"] > 0.1 and m["progress"] > 0.1,
-     "explained variance < 0: the critic is worse than a constant; check --vf-coef and the observations"),
+    (20, lambda m: m["explained_variance"] < 1e-3 and m["critic_error"] > 0.1 and m["progress"] > 0.1,
+     "explained variance <= 0: the critic knows nothing; check that observations vary, and --vf-coef"),
+    (20, lambda m: m["gain"] == m["spread"] == 0,
+     "all episodes have had the same return: there is nothing to learn from; check the rewards"),
+    (10, lambda m: m["gain"] < -m["spread"] or (m["progress"] > 0.5 and m["gain"] < m["spread"]),
+     "the return is not higher than at first: see docs/metrics.md, The return does not rise"),
     (10, lambda m: m["std_max"] > 3,
      "a standard deviation > 3, where 1 is half of an action's range: lower --ent-coef or --learning-rate"),
 ]  # fmt: skip
@@ -649,23 +655,29 @@ class Run:
             wandb.init(**names, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
         print(f"{plan(args)}\nfolder     {folder}", flush=True)
         if args.resume:
-            first = replace(state)
-            adjust_coefficients(first, args)
-            print(f"resumed    after {state.global_step:,} steps, learning rate {first.learning_rate:.2g}")
+            print(f"resumed    after {state.global_step:,} of {args.total_timesteps:,.0f} steps")
         self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)
         rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
+        shutil.copy(__file__, folder)  # so that `plot.py` tells runs of changed copies apart
         self.streaks = [0] * len(ADVICE)
+        self.max_kl, self.max_entropy = 0.0, math.inf if args.resume else -math.inf
         self.returns = deque(maxlen=100)  # of the last episodes
-        self.start, self.first_step, self.printed = math.inf, 0, 0.0  # so the first speed is 0
+        self.first_returns: list[float] = []  # of the first 100; none in a resumed run
+        self.time, self.step, self.printed = time.monotonic(), state.global_step, 0.0
+        self.keep()
         self.save()
+
+    def keep(self) -> None:
+        """Keep what a checkpoint holds: it is of a whole iteration, even if the next one is interrupted."""
+        content = {"args": asdict(self.args), "state": asdict(self.state), "random": torch.get_rng_state()}
+        content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
+        self.content = deepcopy(content)
 
     def save(self) -> None:
         """Write a checkpoint. If the process is killed meanwhile, the previous one is still there."""
-        content = {"args": asdict(self.args), "state": asdict(self.state), "random": torch.get_rng_state()}
-        content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
         self.writer.flush()  # first, so that the curves have no gap where training resumes
-        torch.save(content, self.path.with_suffix(".tmp"))
+        torch.save(self.content, self.path.with_suffix(".tmp"))
         self.path.with_suffix(".tmp").replace(self.path)
         self.saved = time.monotonic()
 
@@ -673,33 +685,39 @@ class Run:
         """Log an iteration, print progress and advice, and save a checkpoint every minute."""
         if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
             raise FloatingPointError("not finite: lower --learning-rate, or look for huge rewards")
+        if metrics["grad_norm"] == 0:
+            raise FloatingPointError("the gradient is 0: the loss does not depend on the networks")
         args, step, now = self.args, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
-        for name in ("learning_rate", "clip_coef", "kl_coef", "ent_coef"):
-            scalars[f"charts/{name}"] = getattr(self.state, name)
         if episodes:
             returns, lengths = np.transpose(episodes)
             self.returns.extend(returns)
+            if not args.resume:
+                self.first_returns = [*self.first_returns, *returns][:100]
             for suffix, statistic in (("", np.mean), ("_std", np.std), ("_min", np.min), ("_max", np.max)):
                 scalars[f"charts/episodic_return{suffix}"] = statistic(returns)
             scalars["charts/episodic_return_100"] = np.mean(self.returns)
             scalars["charts/episodic_length"] = lengths.mean()
-        if speed := (step - self.first_step) / (now - self.start):
-            scalars["charts/SPS"] = speed
-        else:  # the first iteration may compile: speed is measured from its end
-            self.start, self.first_step = now, step
+        scalars["charts/SPS"] = speed = (step - self.step) / (now - self.time)
+        self.time, self.step = now, step
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
-        texts = advise(metrics | {"progress": step / args.total_timesteps}, self.streaks)
+        self.max_kl = max(self.max_kl, metrics["kl"])
+        self.max_entropy = max(self.max_entropy, metrics["entropy"])
+        metrics |= {"max_kl": self.max_kl, "max_entropy": self.max_entropy}
+        metrics["progress"] = step / args.total_timesteps
+        metrics["gain"] = float(np.mean(self.returns or np.nan) - np.mean(self.first_returns or np.nan))
+        metrics["spread"] = float(np.std(self.first_returns or np.nan))
+        texts = advise(metrics, self.streaks)
         for text in texts:
             self.writer.add_text("advice", text, step)
         if texts or step >= args.total_timesteps or now - self.printed > 5:
             self.printed = now
-            line = f"{step:>10,} steps  return {np.mean(self.returns or np.nan):.1f}  KL {metrics['kl']:.4f}"
-            if speed:
-                minutes = max(args.total_timesteps - step, 0) / speed / 60
-                line += f"  {speed:,.0f}/s  {minutes:.0f} min left"
-            print("\n".join([line, *texts]), flush=True)
+            shown = f"return {np.mean(self.returns):.5g}" if self.returns else "no episode has ended yet"
+            minutes = max(args.total_timesteps - step, 0) / speed / 60
+            line = f"{step:>10,} steps  {shown}  KL {max(metrics['kl'], 0):.4f}"
+            print("\n".join([f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", *texts]), flush=True)
+        self.keep()
         if now - self.saved > 60:
             self.save()
 
@@ -711,13 +729,23 @@ class Run:
             returns = results["greedy_returns"] = evaluate(self.path, self.args)
             self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
         self.writer.close()
-        print(f"curves     tensorboard --logdir runs\nresume     python {sys.argv[0]} --resume {self.path}")
+        print("curves     tensorboard --logdir runs")
         return results
 
 
-def restore(args: Args, agent: Agent, optimizer: Adam, state: State) -> None:
-    """Continue the training in which the checkpoint `args.resume` was saved."""
-    content = torch.load(args.resume, map_location="cpu", weights_only=True)
+def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
+    """The settings and the whole content of a checkpoint. Raises `ValueError` for any other file."""
+    try:
+        content = torch.load(path, map_location=device, weights_only=True)
+        known = {name: value for name, value in content["args"].items() if hasattr(Args, name)}
+        return Args(**known), content
+    except (pickle.UnpicklingError, EOFError, RuntimeError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is not a checkpoint of this script") from error
+
+
+def restore(path: str, agent: Agent, optimizer: Adam, state: State) -> None:
+    """Continue the training in which this checkpoint was saved."""
+    _, content = load_checkpoint(path)
     agent.load_state_dict(content["agent"])
     optimizer.load_state_dict(content["optimizer"])
     torch.set_rng_state(content["random"])
@@ -729,20 +757,20 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
 
     It takes one observation or, if the space is a `Box`, a batch of them.
     """
-    content = torch.load(path, map_location=device, weights_only=True)
+    args, content = load_checkpoint(path, device)
     space, action_size = env.observation_space, env.action_space.shape[0]
-    agent = Agent(Args(**content["args"]), gym.spaces.flatten_space(space), action_size).to(device).eval()
+    agent = Agent(args, gym.spaces.flatten_space(space), action_size).to(device).eval()
     agent.load_state_dict(content["agent"])
 
     @torch.inference_mode()
-    def policy(obs: Any) -> np.ndarray:
+    def act(obs: Any) -> np.ndarray:
         batch = isinstance(space, gym.spaces.Box) and np.ndim(obs) > len(space.shape)
         flat = np.reshape(obs, (len(obs), -1)) if batch else gym.spaces.flatten(space, obs)
         flat = torch.as_tensor(flat, dtype=torch.float32, device=device)
         means, _ = agent.policy(agent.normalize(flat)).chunk(2, -1)
         return rescale(means.cpu().numpy(), env.action_space)
 
-    return policy
+    return act
 
 
 def evaluate(path: str | Path, args: Args) -> np.ndarray:
@@ -752,20 +780,21 @@ def evaluate(path: str | Path, args: Args) -> np.ndarray:
         videos = Path(path).parent / "videos"
         env = gym.wrappers.RecordVideo(env, str(videos), lambda episode: True)
         print(f"videos     {videos}")
-    policy = load_policy(path, env, args.device)
-    seed = seed_everything(args.seed) + 2**31  # episodes that training has not seen
+    act = load_policy(path, env, args.device)
+    seed = (seed_everything(args.seed) + 2**30) % 2**31  # episodes that training has not seen
     returns = np.zeros(args.eval_episodes)
     for episode in range(args.eval_episodes):
         obs, _ = env.reset(seed=seed + episode)
         for _ in range(10_000):  # some environments never end
-            obs, reward, terminated, truncated, _ = env.step(policy(obs))
+            obs, reward, terminated, truncated, _ = env.step(act(obs))
             returns[episode] += reward
             if terminated or truncated:
                 break
         else:
             print(f"episode {episode + 1} was stopped after 10,000 steps")
     env.close()
-    print(f"evaluation return {returns.mean():.1f} ± {returns.std():.1f}, {len(returns)} episodes")
+    shown = f"{returns.mean():.5g} ± {returns.std():.3g}"
+    print(f"evaluation return {shown}, {len(returns)} episodes with the most likely actions")
     return returns
 
 
@@ -777,7 +806,7 @@ def parse_args() -> Args:
     description = __doc__.partition("\n  [PPO]")[0]
     args = tyro.cli(Args, description=description)
     if path := args.resume or args.evaluate:
-        saved = Args(**torch.load(path, map_location="cpu", weights_only=True)["args"])
+        saved, _ = load_checkpoint(path)
         if ":" in saved.env_id and args.env_id != saved.env_id:
             raise ValueError(f"{path} imports a module; if you trust it, add --env-id {saved.env_id}")
         default = replace(saved, **{name: getattr(Args, name) for name in RUN_ONLY})
@@ -802,7 +831,9 @@ def main() -> None:
     elif args.evaluate:
         evaluate(args.evaluate, args)
     else:
-        train(args)
+        path = train(args)["checkpoint"]
+        module = f" --env-id {args.env_id}" if ":" in args.env_id else ""
+        print(f"resume     python {sys.argv[0]} --resume {path}{module}")
 
 
 if __name__ == "__main__":

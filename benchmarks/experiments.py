@@ -166,11 +166,11 @@ OWN_FLAGS = {  # of three tasks, besides the defaults: task, label and flags, by
     "continuous-pendulum": ("InvertedDoublePendulum-v5", "`--min-log-std -1.5`", "--min-log-std -1.5"),
 }
 CONTINUOUS = [
-    Experiment("continuous", "the defaults", "ppo_continuous.py", each(MUJOCO, 5, first=101), "--compile"),
+    Experiment("continuous", "the defaults", "ppo_continuous.py", each(MUJOCO, 5, first=301), "--compile"),
     Experiment("sb3-rl-zoo-mujoco", "Stable-Baselines3", "sb3", each(TUNED, 3)),
 ]
 for name, (env_id, label, flags) in OWN_FLAGS.items():
-    plan = each([(env_id, 1_000_000)], 5, first=101)
+    plan = each([(env_id, 1_000_000)], 5, first=301)
     CONTINUOUS.append(Experiment(name, label, "ppo_continuous.py", plan, f"--compile {flags}"))
 
 # Atari

@@ -23,9 +23,9 @@ ORIGINALS = {
     "grpo.py": "ppo_rlhf.py",
 }
 DIFFERENT = {  # script: units of its original that differ there on purpose, or are absent
-    "ppo_continuous.py": "mlp Agent.__init__ Agent.policy log_prob entropy kl_divergence Batch "
-    "Rollout.__init__ collect_rollout make_batch update train check_args make_env make_envs ADVICE "
-    "load_policy",
+    "ppo_continuous.py": "mlp Agent.__init__ Agent.policy log_prob entropy kl_divergence Batch State ppo_loss "
+    "Rollout.__init__ collect_rollout make_batch update adjust_coefficients train check_args plan ADVICE "
+    "load_policy --adapt",
     "ppo_atari.py": "mlp RunningMoments RunningMoments.__init__ RunningMoments.update Agent Agent.__init__ "
     "Agent.normalize Agent.policy Agent.value Batch ppo_loss Rollout Rollout.__init__ collect_rollout "
     "scale_rewards make_batch compute_gradients distance_moved update train compiled check_args "
