@@ -7,11 +7,11 @@
 """Proximal Policy Optimization (PPO) for Atari games, in one file.
 
     python ppo_atari.py --env-id BreakoutNoFrameskip-v4
-    torchrun --nproc-per-node 4 ppo_atari.py --env-id BreakoutNoFrameskip-v4 --num-envs 8
+    python ppo_atari.py --env-id ALE/Pong-v5 --learning-rate 5e-4 --num-minibatches 8
     python ppo_atari.py --evaluate runs/<run>/checkpoint.pt --capture-video
 
 It trains on any game of the Arcade Learning Environment (ALE), under DeepMind's protocol, which `make_envs`
-describes. Under torchrun, several processes with environments of their own learn one network.
+describes.
 
   [PPO]     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   [GAE]     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
@@ -23,10 +23,16 @@ describes. Under torchrun, several processes with environments of their own lear
   [ALE]     Machado et al. 2018, "Revisiting the Arcade Learning Environment", arXiv:1709.06009
 
 PPO itself comes first, in the order of the paper, up to `train`, its Algorithm 1. What training needs around
-it follows.
+it follows. An iteration, and what each part returns:
 
-Shapes: T steps per rollout, N environments of this process, A actions, B transitions in a batch. An
-observation is the last 4 images, the newest last: [4, 84, 84], bytes.
+    train                    the results, after repeating:
+      collect_rollout        the games that ended, after it has filled the rollout with T steps
+      make_batch             its transitions, with advantages (compute_gae) and returns
+      update                 metrics, after K epochs of gradient steps, each on a minibatch
+        compute_gradients    metrics of a minibatch, and the gradients of its ppo_loss
+
+Shapes: T steps per rollout, N environments, A actions, B transitions in a batch. An observation is the last 4
+images, the newest last: [4, 84, 84], bytes.
 """
 
 from __future__ import annotations
@@ -34,36 +40,36 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-import os
+import pickle
 import random
 import re
+import shutil
 import signal
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.distributed as dist
 import tyro
-from ale_py.vector_env import AtariVectorEnv
-from gymnasium.vector import VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import Tensor, nn
 from torch.optim import Adam
 from torch.utils.tensorboard import SummaryWriter
 
 
 @dataclass
-class Args:  # the comments are the texts of --help
-    exp_name: str = Path(__file__).stem  # part of the run folder's name
+class Args:  # the trailing comments become --help
+    exp_name: str = Path(sys.argv[0]).stem  # part of the run folder's name
     seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
     plan: bool = False  # only print what the run would do, and which advice it may give
     resume: str | None = None  # resume from this checkpoint; flags override its settings
@@ -73,7 +79,6 @@ class Args:  # the comments are the texts of --help
     track: bool = False  # mirror TensorBoard to Weights & Biases (needs wandb)
     wandb_project_name: str = "ppo"  # project at Weights & Biases
     wandb_entity: str | None = None  # team at Weights & Biases; None is your own account
-    allow_unsafe: bool = False  # accept settings that are refused because they are known to break PPO
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda or mps
     num_threads: int = torch.get_num_threads()  # CPU threads of PyTorch, and of the games
     bfloat16: bool = False  # compute products in bfloat16: faster on GPUs and some CPUs, far slower on others
@@ -81,31 +86,29 @@ class Args:  # the comments are the texts of --help
     # Environment
     env_id: str = "BreakoutNoFrameskip-v4"  # Gymnasium id; ALE/Breakout-v5 has sticky actions ([ALE])
     env_kwargs: str = "{}"  # arguments of ale_py's AtariVectorEnv, as JSON
-    num_envs: int = 8  # N: environments that step in parallel, in each process
+    num_envs: int = 8  # N: environments that step in parallel
     clip_rewards: bool = True  # clip rewards to their signs; reported returns are unclipped
 
     # PPO
     total_timesteps: float = 10_000_000  # total number of transitions, of 4 frames each; 1e6 is fine
     num_steps: int = 128  # T: steps of each environment per rollout
-    learning_rate: float = 2.5e-4  # Adam's step size; with --adapt learning-rate, its upper limit
+    learning_rate: float = 2.5e-4  # Adam's step size
     anneal_lr: bool = True  # decay the learning rate linearly to 0
     gamma: float = 0.99  # γ: discount factor
     gae_lambda: float = 0.95  # λ: trades bias (0) against variance (1) of the advantages
     update_epochs: int = 4  # K: passes over each rollout
     num_minibatches: int = 4  # minibatches per epoch, one gradient step each
     norm_adv: bool = True  # normalise the advantages of each minibatch to mean 0, standard deviation 1
-    surrogate: Literal["clip", "kl-penalty"] = "clip"  # clipped ratio ([PPO], §3) or KL penalty ([PPO], §4)
     clip_coef: float = 0.1  # ε: the ratio of new to old probability is clipped to 1 ± ε
     clip_vloss: bool = False  # also clip the change of the value to ±ε ([Matters], §3)
-    kl_coef: float = 1.0  # β: weight of the KL penalty
-    adapt: Literal["none", "kl-coef", "clip-coef", "learning-rate"] = "none"  # adapt this to --desired-kl
-    desired_kl: float = 0.01  # KL divergence per iteration that --adapt aims at, in nats
     target_kl: float | None = None  # stop an iteration after an epoch whose KL divergence exceeds this
     ent_coef: float = 0.01  # c₂: weight of the entropy bonus
-    anneal_ent_coef: bool = False  # decay the entropy coefficient linearly to 0
-    target_entropy: float | None = None  # adapt the entropy coefficient to hold this entropy, in nats
     vf_coef: float = 0.5  # c₁: weight of the value loss, ½ (V - return)²
     max_grad_norm: float = 0.5  # clip the gradient to this global norm
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():  # NumPy's numbers could not be loaded from a checkpoint
+            setattr(self, name, value.item() if isinstance(value, np.generic) else value)
 
 
 # ------------------------------------------------- Networks -------------------------------------------------
@@ -200,9 +203,6 @@ class State:
     """What changes during training besides the networks."""
 
     learning_rate: float
-    clip_coef: float
-    kl_coef: float
-    ent_coef: float
     global_step: int = 0  # transitions so far
 
 
@@ -211,7 +211,7 @@ def mean(x: Tensor, weights: Tensor) -> Tensor:
     return weights @ x / weights.sum().clamp(min=1)
 
 
-def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tensor, dict[str, Tensor]]:
+def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss to minimise ([PPO], equation 9, negated), and metrics."""
     policy, values = agent(batch.obs)
     advantages = batch.advantages
@@ -221,20 +221,18 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tens
 
     log_ratio = log_prob(policy, batch.actions) - log_prob(batch.old_policy, batch.actions)
     ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s)
-    if args.surrogate == "clip":  # L^CLIP = E[min(r A, clip(r, 1 - ε, 1 + ε) A)] ([PPO], equation 7)
-        clipped_ratio = ratio.clamp(1 - state.clip_coef, 1 + state.clip_coef)
-        policy_losses = -torch.min(ratio * advantages, clipped_ratio * advantages)
-    else:  # L^KLPEN = E[r A - β KL(π_old ‖ π)] ([PPO], equation 8)
-        policy_losses = state.kl_coef * kl_divergence(batch.old_policy, policy) - ratio * advantages
+    # L^CLIP = E[min(r A, clip(r, 1 - ε, 1 + ε) A)] ([PPO], equation 7)
+    clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    policy_losses = -torch.min(ratio * advantages, clipped_ratio * advantages)
 
     value_losses = 0.5 * (values - batch.returns).square()
     if args.clip_vloss:  # the larger of two losses: of V, and of V clipped to V_old ± ε
-        change = (values - batch.old_values).clamp(-state.clip_coef, state.clip_coef)
+        change = (values - batch.old_values).clamp(-args.clip_coef, args.clip_coef)
         value_losses = torch.max(value_losses, 0.5 * (batch.old_values + change - batch.returns).square())
 
     entropies = entropy(policy)
     shares = batch.weights / batch.weights.sum().clamp(min=1)  # weights in a mean
-    loss = (policy_losses + args.vf_coef * value_losses - state.ent_coef * entropies) @ shares
+    loss = (policy_losses + args.vf_coef * value_losses - args.ent_coef * entropies) @ shares
     with torch.no_grad():  # the approximate KLs are k1 and k3 of Schulman 2020, "Approximating KL Divergence"
         metrics = {
             "policy_loss": policy_losses @ shares,
@@ -242,7 +240,7 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tens
             "entropy": entropies @ shares,
             "old_approx_kl": -log_ratio @ shares,
             "approx_kl": (ratio - 1 - log_ratio) @ shares,
-            "clipfrac": ((ratio - 1).abs() > state.clip_coef).type_as(shares) @ shares,
+            "clipfrac": ((ratio - 1).abs() > args.clip_coef).type_as(shares) @ shares,
         }
     return loss, metrics
 
@@ -254,7 +252,7 @@ class Rollout:
     """T steps of N environments, in arrays that are reused: the next rollout starts where this one ends.
 
     When step t ends an episode, that is a game or a life, obs[t+1] is its last state, so the value there is
-    row t+1 of the values. Step t+1 then ignores its action: it resets the game and pays 0
+    row t+1 of the values. Step t+1 then ignores its action: it resets the game and returns a reward of 0
     (AutoresetMode.NEXT_STEP of Gymnasium), or presses FIRE after a lost life. It is one of the T steps, but a
     filler row: not valid, and not learnt from.
 
@@ -268,7 +266,7 @@ class Rollout:
         shape = args.num_steps, args.num_envs
         pixels = torch.zeros(args.num_steps + 1, args.num_envs, 84, 84, 4, dtype=torch.uint8)
         self.obs = pixels.permute(0, 1, 4, 2, 3).to(args.device)  # channels last in memory
-        self.policies = torch.zeros(*shape, num_actions, device=args.device)  # π(·|s), as log-probabilities
+        self.policies = torch.zeros(*shape, num_actions, device=args.device)  # π_old(·|s)
         self.values = torch.zeros(args.num_steps + 1, args.num_envs, device=args.device)  # V(s)
         self.actions = np.zeros(shape, np.int64)
         self.rewards = np.zeros(shape, np.float32)
@@ -279,8 +277,10 @@ class Rollout:
 
 
 @torch.inference_mode()
-def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args) -> list[tuple[float, int]]:
-    """Fill the rollout with the next T steps of the environments under the agent's policy.
+def collect_rollout(
+    envs: VectorEnv, forward: Callable, rollout: Rollout, args: Args
+) -> list[tuple[float, int]]:
+    """Fill the rollout with the next T steps of the environments; `forward` is the agent's.
 
     Returns the return and length of each game that ended.
     """
@@ -292,14 +292,14 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
     # argmax(log π + noise) is a sample from π (the Gumbel-max trick); all the noise at once is faster.
     noise = -torch.empty(*rollout.policies.shape).exponential_().log().to(args.device)
     for t, step_noise in enumerate(noise):
-        rollout.policies[t], rollout.values[t] = agent(obs[t])
+        rollout.policies[t], rollout.values[t] = forward(obs[t])
         actions[t] = (rollout.policies[t] + step_noise).argmax(-1).cpu().numpy()
         images, rewards[t], terminated[t], truncated[t], info = envs.step(actions[t])
         obs[t + 1], rollout.infos[t] = torch.as_tensor(images), info
         if "episode" in info:  # a whole game, while `terminated` is also true where a life is lost
             over = info["_episode"]
             episodes += zip(info["episode"]["r"][over], info["episode"]["l"][over], strict=True)
-    _, rollout.values[-1] = agent(obs[-1])
+    _, rollout.values[-1] = forward(obs[-1])
     valid[1:] = ~(terminated | truncated)[:-1]
     return episodes
 
@@ -315,12 +315,11 @@ def make_batch(rollout: Rollout, args: Args) -> Batch:
     return Batch(*(column.flatten(0, 1) for column in columns))
 
 
-def compute_gradients(agent: Agent, minibatch: Batch, args: Args, state: State) -> dict[str, Tensor]:
+def compute_gradients(agent: Agent, minibatch: Batch, args: Args) -> dict[str, Tensor]:
     """Compute the gradients of the loss, clipped to --max-grad-norm. Returns metrics."""
-    loss, metrics = ppo_loss(agent, minibatch, args, state)
+    agent.zero_grad()
+    loss, metrics = ppo_loss(agent, minibatch, args)
     loss.backward()
-    for parameter in agent.parameters():
-        average(parameter.grad)
     metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     return metrics
 
@@ -329,14 +328,20 @@ def compute_gradients(agent: Agent, minibatch: Batch, args: Args, state: State) 
 def distance_moved(agent: Agent, batch: Batch) -> float:
     """KL divergence of the current policy from the one that acted, in nats."""
     policy, _ = agent(batch.obs)
-    return average(mean(kl_divergence(batch.old_policy, policy), batch.weights)).item()
+    return mean(kl_divergence(batch.old_policy, policy), batch.weights).item()
 
 
-def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, state: State) -> dict[str, float]:
-    """K epochs of gradient steps on shuffled minibatches. Returns mean metrics; "kl" is of the last one."""
+def update(
+    agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, args: Args, state: State
+) -> dict[str, float]:
+    """K epochs of gradient steps on shuffled minibatches. Returns mean metrics; "kl" is of the last one.
+
+    `compute` is compute_gradients, as a function of the minibatch's columns.
+    """
     valid = batch.weights > 0
     errors, returns = (batch.returns - batch.old_values)[valid], batch.returns[valid]
     metrics = {
+        "charts/learning_rate": state.learning_rate,
         "explained_variance": 1 - (errors.var(correction=0) / returns.var(correction=0)).item(),
         "critic_error": (errors.square().mean() / returns.square().mean()).sqrt().item(),
     }
@@ -346,48 +351,41 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, state: State
         order = torch.randperm(len(batch.obs)).to(args.device)
         for rows in order.tensor_split(args.num_minibatches):
             minibatch = Batch(*(column[rows] for column in batch))
-            optimizer.zero_grad()
-            steps.append(compute_gradients(agent, minibatch, args, state))
+            step = compute(*minibatch)
             optimizer.step()
+            steps.append(torch.stack([*step.values()]))  # a copy, as the next step may overwrite them
         if args.target_kl is not None and distance_moved(agent, minibatch) > args.target_kl:
             break
-    for name in steps[0]:
-        metrics[name] = average(torch.stack([each[name] for each in steps]).mean()).item()
+    metrics |= dict(zip(step, torch.stack(steps).mean(0).tolist(), strict=True))
     metrics["kl"] = distance_moved(agent, minibatch)
     return metrics
 
 
-def adjust_coefficients(state: State, args: Args, metrics: dict[str, float] | None = None) -> None:
-    """Set the next iteration's coefficients, by their schedules and the metrics of the last one, if any."""
-    remaining = max(0, 1 - state.global_step / args.total_timesteps)
-    scheduled_lr = args.learning_rate * (remaining if args.anneal_lr else 1)
-    if args.adapt != "learning-rate":
-        state.learning_rate = scheduled_lr
-    if args.adapt != "clip-coef":
-        state.clip_coef = args.clip_coef
-    if args.adapt != "kl-coef":
-        state.kl_coef = args.kl_coef
-    if args.target_entropy is None:
-        state.ent_coef = args.ent_coef * (remaining if args.anneal_ent_coef else 1)
-    if metrics is None:
-        return
-    step = 1.5 if args.adapt == "learning-rate" else 2.0  # of Rudin et al. 2022, and of [PPO], §4
-    caution = 1.0
-    if metrics["kl"] > 1.5 * args.desired_kl:
-        caution = step
-    elif metrics["kl"] < args.desired_kl / 1.5:
-        caution = 1 / step
-    if args.adapt == "kl-coef":
-        state.kl_coef = min(max(state.kl_coef * caution, 1e-4), 1e4)
-    elif args.adapt == "clip-coef":
-        state.clip_coef = min(max(state.clip_coef / caution, 0.01), 0.3)
-    elif args.adapt == "learning-rate":
-        state.learning_rate = min(max(state.learning_rate / caution, 1e-5), scheduled_lr)
-    if args.target_entropy is not None:
-        if metrics["entropy"] > args.target_entropy + 0.05:
-            state.ent_coef = max(state.ent_coef / 1.1, 1e-5)
-        elif metrics["entropy"] < args.target_entropy - 0.05:
-            state.ent_coef = min(state.ent_coef * 1.1, 10.0)
+def recorded(function: Callable, *examples: Tensor) -> Callable:
+    """A function of tensors, recorded as a CUDA graph: its many small kernels then start as one.
+
+    All calls must have the shapes of the examples. What it returns is overwritten by the next call. Weights
+    must change in place, as an optimizer changes them. Without CUDA, it is the function itself.
+    """
+    if not examples[0].is_cuda:
+        return function
+    inputs = [example.clone() for example in examples]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):  # trial runs, in which libraries choose their kernels
+        for _ in range(3):
+            function(*inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = function(*inputs)
+
+    def replay(*values: Tensor) -> Any:
+        for x, value in zip(inputs, values, strict=True):
+            x.copy_(value)
+        graph.replay()
+        return outputs
+
+    return replay
 
 
 def train(args: Args) -> dict:
@@ -395,8 +393,7 @@ def train(args: Args) -> dict:
 
     Returns "checkpoint" (its path), "training_return" (mean of the last 100 episodes) and "greedy_returns"
     (of the evaluation's episodes). Raises `ValueError` for settings that cannot be right. With `resume`, the
-    other settings are still those of `args`: only the command line takes them from the checkpoint. Under
-    torchrun, the first process logs, saves and evaluates; the others return nothing.
+    other settings are still those of `args`: only the command line takes them from the checkpoint.
     """
     check_args(args)
     torch.set_num_threads(args.num_threads)
@@ -404,66 +401,44 @@ def train(args: Args) -> dict:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
         libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
-    if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # one GPU per process of torchrun
-    env_seed = seed_everything(args.seed)
     envs = make_envs(args, args.num_envs)
+    if envs.metadata["autoreset_mode"] is not AutoresetMode.NEXT_STEP:
+        raise ValueError("the environments must reset in the next step: see Rollout")
+    env_seed = seed_everything(args.seed)
     num_actions = int(envs.single_action_space.n)
     agent = Agent(args, num_actions).to(args.device)
     optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)  # ε: [37], detail 3
-    rank, processes = connect(args)  # after Adam, which imports what would keep the connection open at exit
-    state = State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
+    state = State(args.learning_rate)
     rollout = Rollout(args, num_actions)
+    example = [column[: len(column) // args.num_minibatches] for column in make_batch(rollout, args)]
+    compute = recorded(lambda *columns: compute_gradients(agent, Batch(*columns), args), *example)
+    with torch.no_grad():
+        forward = recorded(agent, rollout.obs[0])
     if args.resume:
-        restore(args, agent, optimizer, state)
-    env_seed = (env_seed + state.global_step) % 2**29 + rank * args.num_envs  # the ALE wants less than 2**31
-    if processes > 1:  # the weights are equal; the action noise and the minibatches are not
-        torch.manual_seed(env_seed)
-    run = Run(args, agent, optimizer, state) if rank == 0 else None
+        restore(args.resume, agent, optimizer, state)
+    run = Run(args, agent, optimizer, state)
 
+    env_seed = (env_seed + state.global_step) % 2**29  # the ALE wants less than 2**31
     rollout.obs[-1] = torch.as_tensor(envs.reset(seed=env_seed)[0])  # where the first rollout starts
     try:
         while state.global_step < args.total_timesteps:
-            adjust_coefficients(state, args)
-            episodes = collect_rollout(envs, agent, rollout, args)
+            remaining = 1 - state.global_step / args.total_timesteps
+            state.learning_rate = args.learning_rate * (remaining if args.anneal_lr else 1)
+            episodes = collect_rollout(envs, forward, rollout, args)
             batch = make_batch(rollout, args)
-            metrics = update(agent, optimizer, batch, args, state)
-            state.kl, state.entropy = metrics["kl"], metrics["entropy"]
-            state.global_step += round(processes * average(batch.weights.sum()).item())
-            if rank == 0:
-                run.log(metrics, episodes)
+            metrics = update(agent, optimizer, compute, batch, args, state)
+            state.global_step += int(batch.weights.sum())
+            run.log(metrics, episodes)
         envs.close()
-        if processes > 1:
-            dist.destroy_process_group()
     except KeyboardInterrupt:
         print("\nstopped", flush=True)
     except Exception as error:
-        if rank == 0:
-            error.add_note(f"to continue from the last checkpoint: --resume {run.path}")
+        error.add_note(f"to continue from the last checkpoint: --resume {run.path}")
         raise
-    return run.finish() if rank == 0 else {}
+    return run.finish()
 
 
 # ========================== End of PPO. What follows is what training needs around it ======================
-
-
-# ------------------------------------------------- Processes -----------------------------------------------
-
-
-def connect(args: Args) -> tuple[int, int]:
-    """Connect the processes of torchrun, if it started this one. Returns this one's rank, and how many."""
-    if "WORLD_SIZE" not in os.environ:
-        return 0, 1
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    return dist.get_rank(), dist.get_world_size()
-
-
-def average(x: Tensor) -> Tensor:
-    """The mean over all processes, in place."""
-    if dist.is_initialized():
-        dist.all_reduce(x)
-        x /= dist.get_world_size()
-    return x
 
 
 # ------------------------------------------------- Seeds and settings --------------------------------------
@@ -478,39 +453,36 @@ def seed_everything(seed: int) -> int:
 
 
 def check_args(args: Args) -> None:
-    """Raise `ValueError` for settings that cannot be right, or that are known to break PPO."""
-    for name in (
-        "num_envs", "num_steps", "num_minibatches", "total_timesteps", "update_epochs", "learning_rate",
-        "num_threads", "eval_episodes",
-    ):  # fmt: skip
-        if not getattr(args, name) > 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive")
-    size, clip = args.num_envs * args.num_steps, args.surrogate == "clip"
-    unsafe, override = not args.allow_unsafe, "; --allow-unsafe overrides"
-    unscaled = args.update_epochs > 1 and not (args.norm_adv or args.clip_rewards)
-    no_cuda = args.device.startswith("cuda") and not torch.cuda.is_available()
+    """Raise `ValueError` for settings that cannot be right."""
+    size = args.num_envs * args.num_steps
+    sizes = size, args.num_minibatches, args.update_epochs, args.num_threads, args.eval_episodes
+    devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     for wrong, reason in [
+        (args.seed < 0, "--seed must not be negative"),
+        (min(sizes) < 1 or not args.learning_rate > 0, "sizes and --learning-rate must be positive"),
         (not 0 <= args.gamma <= 1, "--gamma must be from 0 to 1"),
-        (not 0 <= args.gae_lambda <= 1, "--gae-lambda must be from 0 to 1"),
-        (4 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 4} for this rollout"),
+        (size % max(args.num_minibatches, 1), f"--num-minibatches must divide the {size} steps of a rollout"),
         (size > args.total_timesteps, f"--total-timesteps must be at least {size}, the size of a rollout"),
-        (args.adapt == "clip-coef" and not clip, "--adapt clip-coef needs --surrogate clip"),
-        (args.adapt == "kl-coef" and clip, "--adapt kl-coef needs --surrogate kl-penalty"),
-        (args.target_entropy is not None and not args.ent_coef, "--target-entropy needs --ent-coef above 0"),
-        (unsafe and args.update_epochs > 30, f"--update-epochs above 30: the KL explodes{override}"),
-        (unsafe and clip and args.clip_coef > 0.3, f"--clip-coef above 0.3 hardly clips{override}"),
-        (unsafe and unscaled, f"several epochs need --norm-adv or --clip-rewards{override}"),
         (args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy"),
-        (no_cuda, f"--device {args.device}: PyTorch finds no CUDA device; use cpu"),
+        (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
+        (not devices.get(args.device.split(":")[0]), f"--device {args.device} is not there; use cpu"),
+        (not find_spec("ale_py"), "Atari games need: pip install 'ale-py>=0.11.1'"),
     ]:
         if wrong:
             raise ValueError(reason)
-    try:
-        json.loads(args.env_kwargs)
-    except ValueError as error:
-        raise ValueError(f"--env-kwargs is not JSON: {error}") from error
+    import ale_py  # noqa: F401 - registers the games
+
     if "game" not in gym.spec(args.env_id).kwargs:
         raise ValueError(f"{args.env_id} is not an Atari game: use ppo.py or ppo_continuous.py")
+    try:
+        make_envs(args, 1).close()
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--env-kwargs {args.env_kwargs}: {error}") from error
+    if path := args.resume or args.evaluate:
+        try:
+            load_policy(path)
+        except (RuntimeError, KeyError) as error:
+            raise ValueError(f"{path} is of another script") from error
 
 
 def plan(args: Args) -> str:
@@ -519,8 +491,7 @@ def plan(args: Args) -> str:
     return f"""{args.env_id}: {args.total_timesteps:,.0f} steps, rounded up to full rollouts, seed {args.seed}
 rollout    {args.num_envs} environments x {args.num_steps} steps = {size:,} transitions, minus filler rows
 update     {args.update_epochs} epochs x {args.num_minibatches} minibatches = {steps} gradient steps
-schedules  learning rate {args.learning_rate:g}{" to 0" * args.anneal_lr}, adapt {args.adapt}
-           entropy coefficient {args.ent_coef:g}{" to 0" * args.anneal_ent_coef}"""
+schedules  learning rate {args.learning_rate:g}{" to 0" * args.anneal_lr}"""
 
 
 # ------------------------------------------------- Environments --------------------------------------------
@@ -534,6 +505,8 @@ def make_envs(args: Args, num_envs: int, **kwargs) -> VectorEnv:
     has a button FIRE, the first of them presses it. After 108,000 frames, half an hour, it is cut. For the
     learner, a lost life ends an episode (see `LostLives`).
     """
+    from ale_py.vector_env import AtariVectorEnv
+
     settings = gym.spec(args.env_id).kwargs | {"frameskip": 4, "reward_clipping": False}
     settings |= {"num_envs": num_envs, "num_threads": min(args.num_threads, num_envs)}
     settings |= json.loads(args.env_kwargs)
@@ -715,22 +688,22 @@ def restore(path: str, agent: Agent, optimizer: Adam, state: State) -> None:
 
 def load_policy(path: str | Path, device: str = "cpu") -> Callable:
     """A trained policy, as a function from observations [..., 4, 84, 84] to the most likely actions [...]."""
-    content = torch.load(path, map_location=device, weights_only=True)
+    args, content = load_checkpoint(path, device)
     num_actions = len(content["agent"]["actor.bias"])
-    agent = Agent(Args(**content["args"]), num_actions).to(device).eval()
+    agent = Agent(args, num_actions).to(device).eval()
     agent.load_state_dict(content["agent"])
 
     @torch.inference_mode()
-    def policy(obs: np.ndarray) -> np.ndarray:
-        log_policy, _ = agent(torch.as_tensor(obs, device=device).reshape(-1, 4, 84, 84))
-        return log_policy.argmax(-1).reshape(obs.shape[:-3]).cpu().numpy()
+    def act(obs: np.ndarray) -> np.ndarray:
+        policy, _ = agent(torch.as_tensor(obs, device=device).reshape(-1, 4, 84, 84))
+        return policy.argmax(-1).reshape(obs.shape[:-3]).cpu().numpy()
 
-    return policy
+    return act
 
 
 def evaluate(path: str | Path, args: Args) -> np.ndarray:
     """Play --eval-episodes games at once with the most likely actions; print and return their returns."""
-    policy, envs = load_policy(path, args.device), make_envs(args, args.eval_episodes)
+    act, envs = load_policy(path, args.device), make_envs(args, args.eval_episodes)
     seed = seed_everything(args.seed) % 2**29 + 2**30  # games that training has not seen
     obs, _ = envs.reset(seed=seed)
     frames = []
@@ -739,7 +712,7 @@ def evaluate(path: str | Path, args: Args) -> np.ndarray:
         screen.reset(seed=seed)
     returns = np.full(args.eval_episodes, np.nan)
     while np.isnan(returns).any():
-        actions = policy(obs)
+        actions = act(obs)
         if args.capture_video and np.isnan(returns[0]):
             frames.append(screen.step(actions[:1])[0][0, -1].copy())
         obs, _, _, _, info = envs.step(actions)
@@ -750,9 +723,11 @@ def evaluate(path: str | Path, args: Args) -> np.ndarray:
     if args.capture_video:
         from gymnasium.utils.save_video import save_video
 
+        screen.close()
         save_video(frames, str(Path(path).parent / "videos"), fps=15)
         print(f"videos     {Path(path).parent / 'videos'}")
-    print(f"evaluation return {returns.mean():.1f} ± {returns.std():.1f}, {len(returns)} episodes")
+    shown = f"{returns.mean():.5g} ± {returns.std():.3g}"
+    print(f"evaluation return {shown}, {len(returns)} episodes with the most likely actions")
     return returns
 
 
@@ -765,7 +740,7 @@ def parse_args() -> Args:
     description = __doc__.partition("\n  [PPO]")[0]
     args = tyro.cli(Args, description=description)
     if path := args.resume or args.evaluate:
-        saved = Args(**torch.load(path, map_location="cpu", weights_only=True)["args"])
+        saved, _ = load_checkpoint(path)
         default = replace(saved, **{name: getattr(Args, name) for name in RUN_ONLY})
         args = tyro.cli(Args, description=description, default=default)
     check_args(args)
@@ -787,7 +762,7 @@ def main() -> None:
     elif args.evaluate:
         evaluate(args.evaluate, args)
     else:
-        train(args)
+        print(f"resume     python {sys.argv[0]} --resume {train(args)['checkpoint']}")
 
 
 if __name__ == "__main__":
