@@ -71,7 +71,6 @@ from torch.utils.tensorboard import SummaryWriter
 class Args:  # the trailing comments become --help
     exp_name: str = Path(sys.argv[0]).stem  # part of the run folder's name
     seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
-    plan: bool = False  # only print what the run would do, and which advice it may give
     resume: str | None = None  # resume from this checkpoint; flags override its settings
     evaluate: str | None = None  # only evaluate this checkpoint, greedily
     eval_episodes: int = 10  # games of an evaluation
@@ -460,7 +459,6 @@ def check_args(args: Args) -> None:
     for wrong, reason in [
         (args.seed < 0, "--seed must not be negative"),
         (min(sizes) < 1 or not args.learning_rate > 0, "sizes and --learning-rate must be positive"),
-        (not 0 <= args.gamma <= 1, "--gamma must be from 0 to 1"),
         (size % max(args.num_minibatches, 1), f"--num-minibatches must divide the {size} steps of a rollout"),
         (size > args.total_timesteps, f"--total-timesteps must be at least {size}, the size of a rollout"),
         (args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy"),
@@ -617,10 +615,10 @@ class Run:
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
         """Log an iteration, print progress and advice, and save a checkpoint every minute."""
-        if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
-            raise FloatingPointError("not finite: lower --learning-rate, or look for huge rewards")
-        if metrics["grad_norm"] == 0:
-            raise FloatingPointError("the gradient is 0: the loss does not depend on the networks")
+        if not (0 < metrics["grad_norm"] < math.inf and math.isfinite(metrics["kl"])):
+            raise FloatingPointError(
+                "a gradient of 0, or not finite: look at the loss, or at --learning-rate"
+            )
         args, step, now = self.args, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
         if episodes:
@@ -732,7 +730,7 @@ def evaluate(path: str | Path, args: Args) -> np.ndarray:
 
 
 # Never taken from a checkpoint.
-RUN_ONLY = "resume", "evaluate", "plan", "track", "capture_video", "device", "num_threads"
+RUN_ONLY = "resume", "evaluate", "track", "capture_video", "device", "num_threads"
 
 
 def parse_args() -> Args:
@@ -755,11 +753,7 @@ def main() -> None:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: save, and stop
-    if args.plan:
-        print(plan(args))
-        for iterations, _, text in ADVICE:
-            print(f"advice     {iterations:>2} times in a row: {text}")
-    elif args.evaluate:
+    if args.evaluate:
         evaluate(args.evaluate, args)
     else:
         print(f"resume     python {sys.argv[0]} --resume {train(args)['checkpoint']}")

@@ -70,7 +70,6 @@ from torch.utils.tensorboard import SummaryWriter
 class Args:  # the trailing comments become --help
     exp_name: str = Path(sys.argv[0]).stem  # part of the run folder's name
     seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
-    plan: bool = False  # only print what the run would do, and which advice it may give
     resume: str | None = None  # resume from this checkpoint; flags override its settings
     evaluate: str | None = None  # only evaluate this checkpoint, greedily
     eval_episodes: int = 10  # episodes of an evaluation
@@ -537,7 +536,6 @@ def check_args(args: Args) -> None:
     for wrong, reason in [
         (args.seed < 0, "--seed must not be negative"),
         (min(sizes) < 1 or not args.learning_rate > 0, "sizes and --learning-rate must be positive"),
-        (not 0 <= args.gamma <= 1, "--gamma must be from 0 to 1"),
         (4 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 4} for this rollout"),
         (least > args.total_timesteps, f"--total-timesteps must be at least {least} with these rollouts"),
         (args.adapt not in adaptable, f"--surrogate {args.surrogate} has no {args.adapt}"),
@@ -555,10 +553,9 @@ def check_args(args: Args) -> None:
         raise ValueError(f"--env-kwargs {args.env_kwargs}: {error}") from error
     env.close()
     actions = env.action_space
-    if isinstance(actions, gym.spaces.Discrete):
-        raise ValueError(f"{args.env_id} has actions {actions}: use ppo.py")
     if not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1:
-        raise ValueError(f"{args.env_id} has actions {actions}: see docs/recipes.md, Other actions")
+        advice = "use ppo.py" if isinstance(actions, gym.spaces.Discrete) else "see docs/recipes.md"
+        raise ValueError(f"{args.env_id} has actions {actions}: {advice}")
     if path := args.resume or args.evaluate:
         try:
             load_policy(path, env)
@@ -683,10 +680,10 @@ class Run:
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
         """Log an iteration, print progress and advice, and save a checkpoint every minute."""
-        if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
-            raise FloatingPointError("not finite: lower --learning-rate, or look for huge rewards")
-        if metrics["grad_norm"] == 0:
-            raise FloatingPointError("the gradient is 0: the loss does not depend on the networks")
+        if not (0 < metrics["grad_norm"] < math.inf and math.isfinite(metrics["kl"])):
+            raise FloatingPointError(
+                "a gradient of 0, or not finite: look at the loss, or at --learning-rate"
+            )
         args, step, now = self.args, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
         if episodes:
@@ -798,7 +795,7 @@ def evaluate(path: str | Path, args: Args) -> np.ndarray:
     return returns
 
 
-RUN_ONLY = "resume", "evaluate", "plan", "track", "capture_video", "device"  # never taken from a checkpoint
+RUN_ONLY = "resume", "evaluate", "track", "capture_video", "device"  # never taken from a checkpoint
 
 
 def parse_args() -> Args:
@@ -824,11 +821,7 @@ def main() -> None:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: save, and stop
-    if args.plan:
-        print(plan(args))
-        for iterations, _, text in ADVICE:
-            print(f"advice     {iterations:>2} times in a row: {text}")
-    elif args.evaluate:
+    if args.evaluate:
         evaluate(args.evaluate, args)
     else:
         path = train(args)["checkpoint"]
