@@ -9,7 +9,9 @@ import traceback
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -32,7 +34,7 @@ PLAIN = {  # settings that these tests rely on, whatever the defaults are
     "norm_adv": True, "norm_obs": True, "norm_rewards": True, "recompute_advantages": False,
     "adapt": "none", "desired_kl": 0.02, "target_kl": None,
     "ent_coef": 0.01, "anneal_ent_coef": False, "target_entropy": None,
-    "init_log_std": -0.5, "min_log_std": -20.0, "stagger": False,
+    "init_log_std": -0.5, "min_log_std": -20.0,
 }  # fmt: skip
 SMALL = {  # settings of short runs from the command line
     "num_envs": 4, "num_steps": 32, "update_epochs": 2, "num_minibatches": 2, "eval_episodes": 3,
@@ -55,7 +57,8 @@ class Case:
         return replace(self.script.Args(), **plain | changes)
 
     def make_state(self, args):
-        return self.script.State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
+        coefficients = [field.name for field in fields(self.script.State) if field.name != "global_step"]
+        return self.script.State(*(getattr(args, name) for name in coefficients))
 
     def make_agent(self, args, seed=0, obs_space=None, num_actions=None):
         """An agent whose policy depends on what it sees, and whose statistics are not those of a new one."""
@@ -76,7 +79,7 @@ class Case:
     def make_rollout(self, args, agent, seed=0, chance=0.2):
         """A rollout of random observations and rewards, with actions that the agent has sampled."""
         rng = np.random.default_rng(seed)
-        rollout = self.new_rollout(args, D, self.num_actions)
+        rollout = self.script.Rollout(args, D, self.num_actions)
         ends = random_ends(rng, args.num_steps, args.num_envs, chance)
         rollout.terminated[:], rollout.truncated[:], rollout.valid[:] = ends
         rollout.obs[:] = 1 + 2 * rng.normal(size=rollout.obs.shape)
@@ -84,29 +87,28 @@ class Case:
         rollout.discounted_returns[-1] = rng.normal(size=args.num_envs)
         torch.manual_seed(seed)
         with torch.no_grad():
-            policy = agent.policy(agent.normalize(torch.from_numpy(rollout.obs[:-1])))
-            rollout.actions[:] = self.distribution(policy).sample()
+            rollout.policies[:] = agent.policy(agent.normalize(torch.from_numpy(rollout.obs[:-1])))
+            rollout.actions[:] = self.distribution(rollout.policies).sample()
         return rollout
 
     def begin(self, args, seed=10):
         """Environments just reset, an agent and an empty rollout."""
-        envs = self.script.make_envs(args)
+        envs = gym.wrappers.vector.RecordEpisodeStatistics(self.script.make_envs(args))
         obs_space, num_actions = envs.single_observation_space, self.count(envs.single_action_space)
         agent = self.make_agent(args, 3, obs_space, num_actions)
         size = obs_space.shape[0]
         agent.obs_moments.mean.copy_(torch.linspace(11, 3, size))
         agent.obs_moments.var.copy_(torch.linspace(1, 9, size))
-        rollout = self.new_rollout(args, size, num_actions)
+        rollout = self.script.Rollout(args, size, num_actions)
         rollout.obs[-1], _ = envs.reset(seed=seed)
         return envs, agent, rollout
 
-    def update(self, agent, batch, rollout, args, seed=0, compute=None, optimizer=None, state=None):
+    def update(self, agent, batch, rollout, args, seed=0, loss=None, optimizer=None, state=None):
         """`update` of the script, with its permutations seeded. Returns metrics."""
         torch.manual_seed(seed)
         optimizer, state = optimizer or self.make_optimizer(agent), state or self.make_state(args)
-        more = [rollout] if self is CONTINUOUS else []
-        compute = compute or self.script.compute_gradients
-        return self.script.update(agent, optimizer, compute, batch, *more, args, state)
+        with mock.patch.object(self.script, "ppo_loss", loss or self.script.ppo_loss):
+            return self.update_by(agent, optimizer, batch, rollout, args, state)
 
     def learn(self, agent, rollout, args, **given):
         """An iteration's learning: see `update`."""
@@ -137,8 +139,8 @@ class Discrete(Case):
     def count(self, space):
         return int(space.n)
 
-    def new_rollout(self, args, obs_size, num_actions):
-        return self.script.Rollout(args, obs_size)
+    def update_by(self, agent, optimizer, batch, rollout, args, state):
+        return self.script.update(agent, optimizer, batch, args, state)
 
     def make_batch(self, agent, rollout, args):
         return self.script.make_batch(agent, rollout, args)
@@ -167,8 +169,9 @@ class Continuous(Case):
     def count(self, space):
         return space.shape[0]
 
-    def new_rollout(self, args, obs_size, num_actions):
-        return self.script.Rollout(args, obs_size, num_actions)
+    def update_by(self, agent, optimizer, batch, rollout, args, state):
+        compute = self.script.compute_gradients
+        return self.script.update(agent, optimizer, compute, batch, rollout, args, state)
 
     def make_batch(self, agent, rollout, args):
         self.script.normalize_rollout(agent, rollout, args)

@@ -88,7 +88,7 @@ def test_gae_is_the_sum_of_discounted_deltas(seed, steps, envs, chance, gamma, g
     rewards, values = rng.normal(0, 5, (steps, envs)), rng.normal(0, 5, (steps + 1, envs))
     expected = direct_gae(rewards, values, terminated, truncated, gamma, gae_lambda)
     rewards[~valid] = 1e6
-    values[1:][terminated] = 1e6  # these states count nowhere
+    values[1:][terminated] = np.nan  # these states count nowhere: a simulator may fail there
     inputs = map(torch.from_numpy, (rewards, values, terminated, truncated))
     advantages, returns = (x.numpy() for x in ppo.compute_gae(*inputs, gamma, gae_lambda))
     np.testing.assert_allclose(advantages[valid], expected[valid], rtol=1e-6, atol=1e-5)
@@ -126,9 +126,9 @@ def random_batch(case, seed, rows=12):
     return new.requires_grad_(), (batch.old_values + 0.5 * noise[4, :, 0]).requires_grad_(), batch
 
 
-def reference_loss(case, policy, values, batch, args, state):
+def reference_loss(case, policy, values, batch, args, surrogate, coefficients):
     """The loss and its metrics, by torch.distributions."""
-    columns, epsilon = [policy, values, *batch], state.clip_coef
+    columns, epsilon = [policy, values, *batch], coefficients["clip_coef"]
     if case is ATARI:
         columns = [column[batch.weights == 1] for column in columns[:-1]]
     policy, values, _, actions, old_policy, old_values, advantages, returns = columns
@@ -138,11 +138,11 @@ def reference_loss(case, policy, values, batch, args, state):
         advantages = (advantages - advantages.mean()) / (std + 1e-8)
     log_ratio = new.log_prob(actions) - old.log_prob(actions)
     ratio = log_ratio.exp()
-    if args.surrogate == "clip":  # [PPO], figure 1
+    if surrogate == "clip":  # [PPO], figure 1
         bounded = torch.where(advantages >= 0, ratio.clamp(max=1 + epsilon), ratio.clamp(min=1 - epsilon))
         objective = bounded * advantages
     else:
-        objective = ratio * advantages - state.kl_coef * kl_divergence(old, new)
+        objective = ratio * advantages - coefficients["kl_coef"] * kl_divergence(old, new)
     error = (values - returns) ** 2
     if args.clip_vloss:
         near = torch.minimum(torch.maximum(values, old_values - epsilon), old_values + epsilon)
@@ -154,25 +154,35 @@ def reference_loss(case, policy, values, batch, args, state):
     }  # fmt: skip
     metrics = {name: rows.mean() for name, rows in metrics.items()}
     loss = metrics["policy_loss"] + args.vf_coef * metrics["value_loss"]
-    return loss - state.ent_coef * metrics["entropy"], metrics
+    return loss - coefficients["ent_coef"] * metrics["entropy"], metrics
 
 
 BOOLS = False, True
-OPTIONS = list(itertools.product(("clip", "kl-penalty"), BOOLS, BOOLS))
+SURROGATES = (DISCRETE, "clip"), (DISCRETE, "kl-penalty"), (CONTINUOUS, "clip"), (CONTINUOUS, "kl-penalty")
 
 
-@atari_too
-@pytest.mark.parametrize(("surrogate", "clip_vloss", "norm_adv"), OPTIONS)
+@pytest.mark.parametrize(("case", "surrogate"), [*SURROGATES, (ATARI, "clip")], ids=repr)
+@pytest.mark.parametrize("clip_vloss", BOOLS)
+@pytest.mark.parametrize("norm_adv", BOOLS)
 def test_loss(case, surrogate, clip_vloss, norm_adv):
-    """Loss, metrics and gradients are the reference's; coefficients come from the state, not the settings."""
-    args = case.make_args(surrogate=surrogate, clip_vloss=clip_vloss, norm_adv=norm_adv, vf_coef=0.8)
-    state = case.script.State(learning_rate=9.0, clip_coef=0.15, kl_coef=1.7, ent_coef=0.3)
+    """Loss, metrics and gradients are the reference's; the state's coefficients count, not the settings'."""
+    coefficients = {"clip_coef": 0.15, "kl_coef": 1.7, "ent_coef": 0.3}
+    settings = {"clip_vloss": clip_vloss, "norm_adv": norm_adv, "vf_coef": 0.8}
+    if case is ATARI:
+        args = case.make_args(**settings, clip_coef=0.15, ent_coef=0.3)
+        rest = (args,)
+    else:
+        state = case.make_state(case.make_args(**coefficients))
+        fixed = {name: value for name, value in coefficients.items() if not hasattr(state, name)}
+        args = case.make_args(surrogate=surrogate, **settings, **fixed)
+        rest = args, state
     sides = set()
     for seed in range(3):
         inputs, values, batch = random_batch(case, seed)
         policy = inputs if case is CONTINUOUS else torch.log_softmax(inputs, -1)
-        loss, metrics = case.script.ppo_loss(Given(policy, values), batch, args, state)
-        expected, expected_metrics = reference_loss(case, policy, values, batch, args, state)
+        loss, metrics = case.script.ppo_loss(Given(policy, values), batch, *rest)
+        reference = reference_loss(case, policy, values, batch, args, surrogate, coefficients)
+        expected, expected_metrics = reference
         assert not any(metric.requires_grad for metric in metrics.values())
         assert metrics.keys() == expected_metrics.keys()
         for name, metric in metrics.items():
@@ -268,11 +278,10 @@ def test_scale_rewards(gamma, garbage):
 # adjust_coefficients
 
 
-def adjusted(args, state, kl=None, entropy=0.0):
-    """The coefficients of the next iteration."""
-    state.kl, state.entropy = kl, entropy
-    ppo.adjust_coefficients(state, args)
-    return [state.learning_rate, state.clip_coef, state.kl_coef, state.ent_coef]
+def adjusted(args, state, script=ppo, **metrics):
+    """The coefficients of the next iteration, after one with these metrics, if any."""
+    script.adjust_coefficients(state, args, metrics or None)
+    return {name: value for name, value in vars(state).items() if name != "global_step"}
 
 
 @pytest.mark.parametrize(("anneal_lr", "anneal_ent_coef"), list(itertools.product(BOOLS, BOOLS)))
@@ -285,34 +294,41 @@ def test_schedules_are_linear_in_the_remaining_steps(anneal_lr, anneal_ent_coef)
         state.global_step = step
         lr, ent_coef = 3e-3 * (left if anneal_lr else 1), 0.01 * (left if anneal_ent_coef else 1)
         for metrics in ({}, {"kl": 9.0, "entropy": 0.0}, {"kl": 0.0, "entropy": 9.0}):
-            assert adjusted(args, state, **metrics) == pytest.approx([lr, 0.2, 1.0, ent_coef])
+            expected = {"learning_rate": lr, "clip_coef": 0.2, "kl_coef": 1.0, "ent_coef": ent_coef}
+            assert adjusted(args, state, **metrics) == pytest.approx(expected)
 
 
-ADAPTED = [  # --adapt, place of its coefficient, factor if the KL is too high, bounds
-    ("kl-coef", 2, 2.0, (1e-4, 1e4)),
-    ("clip-coef", 1, 0.5, (0.01, 0.3)),
-    ("learning-rate", 0, 1 / 1.5, (1e-5, 1e-2)),
+ADAPTED = [  # script, its coefficient, factor if the KL is too high, bounds
+    (DISCRETE, "kl_coef", 2.0, (1e-4, 1e4)),
+    (DISCRETE, "clip_coef", 0.5, (0.01, 0.3)),
+    (DISCRETE, "learning_rate", 1 / 1.5, (1e-5, 1e-2)),
+    (CONTINUOUS, "kl_coef", 2.0, (1e-4, 1e4)),
+    (CONTINUOUS, "learning_rate", 1 / 1.5, (1e-5, 1e-2)),
 ]
 
 
-@pytest.mark.parametrize(("adapt", "place", "factor", "bounds"), ADAPTED)
-def test_adapt(adapt, place, factor, bounds):
+@pytest.mark.parametrize(("case", "name", "factor", "bounds"), ADAPTED, ids=repr)
+def test_adapt(case, name, factor, bounds):
     """Each choice moves its coefficient alone, once the KL is 1.5 times off, and within its bounds."""
-    surrogate = "kl-penalty" if adapt == "kl-coef" else "clip"
+    surrogate = "kl-penalty" if name == "kl_coef" else "clip"
     settings = {"anneal_lr": False, "learning_rate": 1e-2, "clip_coef": 0.1, "surrogate": surrogate}
-    args = DISCRETE.make_args(adapt=adapt, **settings)
-    before = [1e-3 if adapt == "learning-rate" else 1e-2, 0.1, 1.0, 0.01]
+    args = case.make_args(adapt=name.replace("_", "-"), **settings)
+
+    def new_state():
+        state = case.make_state(args)
+        state.learning_rate = 1e-3 if name == "learning_rate" else 1e-2
+        return state
+
+    before = adjusted(args, new_state(), case.script)  # no metrics before the first iteration
+    assert before["learning_rate"] == new_state().learning_rate
     for kl, change in ((0.0301, factor), (0.0299, 1), (0.0134, 1), (0.0133, 1 / factor)):
-        state = ppo.State(*before)
-        after = before.copy()
-        after[place] *= change
-        assert adjusted(args, state, kl=kl, entropy=1.0) == pytest.approx(after, rel=1e-12)
+        state = new_state()
+        after = before | {name: before[name] * change}
+        assert adjusted(args, state, case.script, kl=kl, entropy=1.0) == pytest.approx(after, rel=1e-12)
     for kl in (0.0, 1.0):
         for _ in range(60):
-            after = adjusted(args, state, kl=kl, entropy=1.0)
-        assert after[place] == bounds[(factor > 1) == (kl > 0.5)]
-    state = ppo.State(*before)
-    assert adjusted(args, state) == before  # no metrics before the first iteration
+            after = adjusted(args, state, case.script, kl=kl, entropy=1.0)
+        assert after[name] == bounds[(factor > 1) == (kl > 0.5)]
 
 
 def test_adapted_learning_rate_stays_below_the_scheduled():
@@ -322,7 +338,8 @@ def test_adapted_learning_rate_stays_below_the_scheduled():
     for (step, rate, kl), expected in ((same, 5e-4), (rises, 7.5e-4), (falls, 1e-3), (last, 4e-6)):
         state = DISCRETE.make_state(args)
         state.global_step, state.learning_rate = step, rate
-        assert adjusted(args, state, kl=kl, entropy=1.0)[0] == pytest.approx(expected)
+        rates = adjusted(args, state, kl=kl, entropy=1.0)
+        assert rates["learning_rate"] == pytest.approx(expected)
 
 
 def test_target_entropy():
@@ -331,8 +348,8 @@ def test_target_entropy():
     for entropy, factor in ((0.94, 1.1), (0.96, 1), (1.04, 1), (1.06, 1 / 1.1)):
         state = DISCRETE.make_state(args)
         state.global_step = 100_000
-        assert adjusted(args, state, kl=0.0, entropy=entropy)[3] == pytest.approx(0.02 * factor)
+        assert adjusted(args, state, kl=0.0, entropy=entropy)["ent_coef"] == pytest.approx(0.02 * factor)
     for entropy, bound in ((0.0, 10.0), (2.0, 1e-5)):
         for _ in range(200):
             after = adjusted(args, state, kl=0.0, entropy=entropy)
-        assert after[3] == bound
+        assert after["ent_coef"] == bound

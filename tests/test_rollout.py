@@ -14,7 +14,6 @@ from helpers import CONTINUOUS, DISCRETE
 KEY, STEPS, ROLLOUTS = 10, 5, 12
 SCRIPTED, BOX = DISCRETE.env_id, CONTINUOUS.env_id
 VARIANTS = {  # script, settings, type of the environments
-    "native": (DISCRETE, {"env_id": "scripted_envs:ScriptedNative-v0"}, "ScriptedVector"),
     "sync": (DISCRETE, {"env_id": SCRIPTED}, "SyncVectorEnv"),
     "async": (DISCRETE, {"env_id": SCRIPTED, "async_envs": True}, "AsyncVectorEnv"),
     "one": (DISCRETE, {"env_id": SCRIPTED, "num_envs": 1, "num_steps": 2}, "SyncVectorEnv"),
@@ -29,8 +28,7 @@ def collect(case, rollouts, **settings):
     envs, agent, rollout = case.begin(args)
     copies, episodes = [], []
     for _ in range(rollouts):
-        case.script.collect_rollout(envs, agent, rollout, args)
-        episodes.append(case.script.finished_episodes(rollout))
+        episodes.append(case.script.collect_rollout(envs, agent, rollout, args))
         copies.append(copy.deepcopy(rollout))
     envs.close()
     return agent, copies, episodes, type(envs.unwrapped).__name__
@@ -149,21 +147,3 @@ def test_bounds_of_actions(name):
     acted = CONTINUOUS.script.rescale(np.float32(actions), box)
     np.testing.assert_allclose(acted, expected, rtol=1e-6)
     assert all(box.contains(action) for action in acted)
-
-
-def truncations(env_id, **settings):
-    """The steps of 30, from 1, in which each of 4 environments is truncated, and not terminated."""
-    envs = CONTINUOUS.script.make_envs(CONTINUOUS.make_args(env_id=env_id, num_envs=4, **settings))
-    envs.reset(seed=KEY)
-    ends = [envs.step(np.zeros(envs.action_space.shape, np.float32))[2:4] for _ in range(30)]
-    envs.close()
-    return [[t for t, end in enumerate(ends, 1) if end[1][n] and not end[0][n]] for n in range(4)]
-
-
-def test_stagger_cuts_one_episode_of_each_environment():
-    """With a limit of 7 steps, three of 4 are first cut after 1, 3 and 5 steps; all then by the limit."""
-    assert truncations("StillBox-v0") == [[7, 15, 23]] * 4
-    apart = [[7, 15, 23], [1, 9, 17, 25], [3, 11, 19, 27], [5, 13, 21, 29]]
-    assert truncations("StillBox-v0", stagger=True) == apart
-    assert truncations("StillBox-v0", stagger=True, async_envs=True) == apart
-    assert truncations(BOX, stagger=True) == truncations(BOX)  # without a limit

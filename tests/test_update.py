@@ -2,6 +2,7 @@
 
 import copy
 import math
+from unittest import mock
 
 import gymnasium as gym
 import numpy as np
@@ -13,10 +14,12 @@ from helpers import (
     DISCRETE,
     D,
     RewardScale,
+    call,
     checkpoint_in,
     curves,
     direct_gae,
     each_script,
+    flags,
     float64,
     load,
     normalized,
@@ -45,16 +48,17 @@ def reference(case, agent, rollout, args):
 
 
 class Recorder:
-    """In the place of `compute_gradients`: keeps the minibatches, the metrics, and the agents of then."""
+    """In the place of `ppo_loss`: keeps the minibatches, the metrics, and the agents of then."""
 
-    def __init__(self, compute):
-        self.compute, self.batches, self.metrics, self.agents = compute, [], [], []
+    def __init__(self, loss):
+        self.loss, self.batches, self.metrics, self.agents = loss, [], [], []
 
     def __call__(self, agent, minibatch, args, state):
         self.batches.append(minibatch)
         self.agents.append(copy.deepcopy(agent))
-        self.metrics.append(self.compute(agent, minibatch, args, state))
-        return self.metrics[-1]
+        loss, metrics = self.loss(agent, minibatch, args, state)
+        self.metrics.append(metrics)
+        return loss, metrics
 
 
 def places(minibatch, batch):
@@ -123,8 +127,8 @@ def test_minibatches(case, steps, envs, minibatches):
     agent = case.make_agent(args)
     rollout = case.make_rollout(args, agent, seed=3, chance=0.3)
     batch = case.make_batch(agent, rollout, args)
-    recorder = Recorder(case.script.compute_gradients)
-    case.update(agent, batch, rollout, args, compute=recorder)
+    recorder = Recorder(case.script.ppo_loss)
+    case.update(agent, batch, rollout, args, loss=recorder)
     size = len(batch.obs)
     assert len(recorder.batches) == 3 * minibatches
     epochs = []
@@ -201,8 +205,8 @@ def test_update_matches_stable_baselines3(case, minibatches, changes):
     log_probs = case.distribution(policy).log_prob(actions)
     theirs = obs, actions.reshape(len(obs), -1), values, log_probs, advantages, returns
     batch = case.make_batch(agent, rollout, args)
-    recorder, before = Recorder(case.script.compute_gradients), weights(agent)
-    metrics = case.update(agent, batch, rollout, args, compute=recorder)
+    recorder, before = Recorder(case.script.ppo_loss), weights(agent)
+    metrics = case.update(agent, batch, rollout, args, loss=recorder)
     minibatches = []
     for minibatch in recorder.batches:
         where = places(minibatch, batch)
@@ -235,15 +239,17 @@ def test_metrics_of_an_update(case):
     args = case.make_args(learning_rate=1e-2, num_minibatches=3)
     agent = case.make_agent(args)
     rollout = case.make_rollout(args, agent, chance=0.4)
-    old, recorder = copy.deepcopy(agent), Recorder(case.script.compute_gradients)
+    old, recorder = copy.deepcopy(agent), Recorder(case.script.ppo_loss)
     *_, advantages, returns = reference(case, agent, rollout, args)
-    metrics = case.learn(agent, rollout, args, compute=recorder)
+    metrics = case.learn(agent, rollout, args, loss=recorder)
     assert len(recorder.metrics) == 9
     expected = {"explained_variance": 1 - advantages.var() / returns.var()}
     expected["critic_error"] = np.linalg.norm(advantages) / np.linalg.norm(returns)
     for name in recorder.metrics[0]:
         expected[name] = np.mean([step[name].item() for step in recorder.metrics])
     assert metrics["clipfrac"] > 0
+    state = vars(case.make_state(args))
+    expected |= {f"charts/{name}": value for name, value in state.items() if name != "global_step"}
     agent.obs_moments = old.obs_moments  # the statistics of this iteration
     pair = [case.policy(x, rollout.obs[:-1])[rollout.valid] for x in (old, agent)]
     kl = torch.distributions.kl_divergence(*(case.distribution(torch.from_numpy(x)) for x in pair))
@@ -285,8 +291,8 @@ def test_recompute_advantages(norm_rewards, recompute):
     rollout.rewards *= 5  # far from what scaling makes of them
     old, data = copy.deepcopy(agent), copy.deepcopy(rollout)
     batch = CONTINUOUS.make_batch(agent, rollout, args)
-    recorder = Recorder(CONTINUOUS.script.compute_gradients)
-    CONTINUOUS.update(agent, batch, rollout, args, compute=recorder)
+    recorder = Recorder(CONTINUOUS.script.ppo_loss)
+    CONTINUOUS.update(agent, batch, rollout, args, loss=recorder)
     changes = []
     for epoch, minibatch in enumerate(recorder.batches):
         first = reference(CONTINUOUS, old, data, args)
@@ -333,15 +339,17 @@ def test_one_epoch_of_one_minibatch_is_a_step_of_a2c(case, surrogate, limit):
 
 
 @pytest.mark.slow
-@each_script
-def test_compiled_gradients_are_those_of_eager(case):
-    """The same gradients and metrics, for batches of all sizes, and when the coefficients change."""
-    args = case.make_args(max_grad_norm=0.3, surrogate="kl-penalty" if case is CONTINUOUS else "clip")
+@pytest.mark.parametrize("surrogate", ["clip", "kl-penalty"])
+def test_compiled_gradients_are_those_of_eager(surrogate):
+    """The same gradients and metrics, for batches of all sizes, and when the coefficient changes."""
+    case = CONTINUOUS
+    args = case.make_args(max_grad_norm=0.3, surrogate=surrogate)
     agents, state = [case.make_agent(args) for _ in range(2)], case.make_state(args)
     computes = case.script.compute_gradients, case.script.compiled(case.script.compute_gradients)
-    batch = case.make_batch(copy.deepcopy(agents[0]), case.make_rollout(args, agents[0]), args)
+    rollout = case.make_rollout(args, agents[0])
+    rollout.policies += 0.2 * torch.randn(rollout.policies.shape)  # so that ratios are not 1, and clip
+    batch = case.make_batch(copy.deepcopy(agents[0]), rollout, args)
     for i, size in enumerate([len(batch.obs), 30, 29, 17, 4]):
-        state.ent_coef, state.clip_coef = 0.01 + 0.1 * i, 0.2 - 0.04 * i
         state.kl_coef = 1 + 0.5 * i
         minibatch, metrics, gradients = case.script.Batch(*(column[:size] for column in batch)), [], []
         for agent, compute in zip(agents, computes, strict=True):
@@ -350,6 +358,28 @@ def test_compiled_gradients_are_those_of_eager(case):
             gradients.append(torch.cat([parameter.grad.flatten() for parameter in agent.parameters()]))
         torch.testing.assert_close(metrics[0], metrics[1], rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-5)
+        assert 0.1 < metrics[0]["clipfrac"] < 1
+
+
+@pytest.mark.slow
+def test_what_cannot_be_compiled_is_an_error():
+    """A loss that reads a number would otherwise be compiled in parts, without gradients."""
+    case = CONTINUOUS
+    args = case.make_args()
+    agent, state = case.make_agent(args), case.make_state(args)
+    batch = case.make_batch(agent, case.make_rollout(args, agent), args)
+
+    def reads_a_number(*arguments):
+        loss, metrics = ppo_loss(*arguments)
+        return (2 * loss if metrics["entropy"].item() > 0 else loss), metrics
+
+    ppo_loss = case.script.ppo_loss
+    compiled = case.script.compiled(case.script.compute_gradients)
+    with (
+        mock.patch.object(case.script, "ppo_loss", reads_a_number),
+        pytest.raises(torch._dynamo.exc.Unsupported),
+    ):
+        compiled(agent, batch, args, state)
 
 
 def test_floor_of_the_standard_deviation():
@@ -366,6 +396,11 @@ def test_floor_of_the_standard_deviation():
     assert free.log_std.min() < -0.5
     assert torch.equal(floored.log_std, free.log_std.clamp(min=-0.5))
     assert (weights(floored) != weights(free)).sum() == (free.log_std < -0.5).sum()
+    args, recorder = case.make_args(min_log_std=-0.5), Recorder(case.script.ppo_loss)
+    agent = case.make_agent(args)
+    agent.log_std.data.fill_(-0.499)
+    case.learn(agent, case.make_rollout(args, agent), args, loss=recorder)
+    assert min(seen.log_std.min() for seen in recorder.agents) == -0.5
     args = case.make_args(min_log_std=-1.0, ent_coef=100.0)
     agent = case.make_agent(args)
     agent.log_std.data.fill_(-1.0)
@@ -383,14 +418,62 @@ def test_training(case, norm_obs, tmp_path):
     sizes = {"num_envs": 2, "num_steps": 20, "num_minibatches": 2, "total_timesteps": 150, "adapt": "none"}
     run(case, tmp_path, "--norm-obs" if norm_obs else "--no-norm-obs", learning_rate=3e-3, **sizes)
     path = checkpoint_in(tmp_path)
-    content, logged = load(path), curves(path.parent)["losses/kl"]
+    content, data = load(path), curves(path.parent)
+    logged = data["losses/kl"]
     (group,) = content["optimizer"]["param_groups"]
     assert (group["eps"], group["weight_decay"], group["amsgrad"]) == (1e-5, 0, False)
     assert tuple(group["betas"]) == case.betas
-    assert 0 < group["lr"] < 3e-3  # that of the last iteration
+    last = [*data["charts/learning_rate"].values()][-1]
+    assert group["lr"] == pytest.approx(last) < 3e-3
     steps = content["state"]["global_step"]
     assert {slot["step"].item() for slot in content["optimizer"]["state"].values()} == {2 * 2 * len(logged)}
     assert 150 <= steps < 150 + 40
     # Rollouts have at least 20 transitions and at most 40; that of the normalisers alone is the first.
     assert (min(logged) > 40) == (case is CONTINUOUS and norm_obs)
     assert content["agent"]["obs_moments.count"] == content["agent"]["return_moments.count"] == steps
+
+
+@each_script
+def test_adaptation_follows_the_exact_kl_divergence(case, tmp_path):
+    """--adapt moves the coefficient by the KL divergence that is logged, of the last policy."""
+    words = "--adapt learning-rate --no-anneal-lr --desired-kl 0.002 --ent-coef 0".split()
+    run(case, tmp_path, *words, learning_rate=3e-3, total_timesteps=1500, num_minibatches=4)
+    data = curves(checkpoint_in(tmp_path).parent)
+    rates, kls = (list(data[name].values()) for name in ("charts/learning_rate", "losses/kl"))
+    changes = set()
+    for rate, following, kl in zip(rates, rates[1:], kls, strict=False):
+        wanted = rate / 1.5 if kl > 0.003 else rate * 1.5 if kl < 0.002 / 1.5 else rate
+        assert following == pytest.approx(min(wanted, 3e-3), rel=1e-4)
+        changes.add(following > rate)
+    assert changes == {False, True}
+
+
+@each_script
+def test_a_policy_that_acts_otherwise_is_seen(case, tmp_path, monkeypatch):
+    """What a copy forgets in acting, masks for example, is in the KL divergence, and advice names it."""
+
+    class Agent(case.script.Agent):
+        def policy(self, obs):
+            shift = torch.tensor([3.0, 0.0, -3.0]) if case is DISCRETE else torch.tensor([3.0, 0.0])
+            policy = super().policy(obs) + shift * torch.is_inference_mode_enabled()
+            return torch.log_softmax(policy, -1) if case is DISCRETE else policy
+
+    monkeypatch.setattr(case.script, "Agent", Agent)
+    done = run(case, tmp_path, total_timesteps=300)
+    assert "acting and learning differ" in done.out
+    assert min(curves(checkpoint_in(tmp_path).parent)["losses/kl"].values()) > 1
+
+
+@each_script
+def test_a_loss_without_gradients_stops_the_run(case, tmp_path, monkeypatch):
+    """Nothing would be learnt."""
+    ppo_loss = case.script.ppo_loss
+
+    def constant(agent, batch, args, state):
+        loss, metrics = ppo_loss(agent, batch, args, state)
+        return 0 * loss, metrics
+
+    monkeypatch.setattr(case.script, "ppo_loss", constant)
+    done = call(case, tmp_path, *flags(env_id=case.walk, num_envs=4, num_steps=32, total_timesteps=300))
+    assert done.status == 1
+    assert "FloatingPointError: a gradient of 0" in done.err
