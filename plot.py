@@ -4,9 +4,11 @@
     python plot.py runs/* --compare
 
 Each environment has a panel, each experiment a line: the mean of its seeds, with their range as a band. Runs
-whose settings differ in more than the seed are different experiments, named by the settings that differ.
+that differ in more than the seed are different experiments, named by the settings that differ, and by a hash
+of the script if its text differs: `sha1sum runs/*/*.py` lists the hashes of all runs.
 """
 
+import hashlib
 import logging
 import re
 import sys
@@ -66,12 +68,11 @@ def read_curve(events: EventAccumulator, tag: str | None) -> pd.DataFrame:
     logged = events.Tags()["scalars"]
     tag = tag or next((name for name in TAGS if name in logged), "")
     scalars = events.Scalars(tag) if tag in logged else []
-    folder = Path(events.path)
     values = [(event.wall_time, event.step, event.value) for event in scalars]
     curve = pd.DataFrame(values, columns=["wall_time", "steps", "value"], dtype=float)
     curve["seconds"] = curve.wall_time - (events.FirstEventTimestamp() if scalars else 0)
-    for file in sorted(folder.glob("events.out.tfevents.[0-9]*"))[1:]:  # each --resume has its own file,
-        start = int(file.name.split(".")[3])  # and its time in the name
+    for file in sorted(Path(events.path).glob("events.out.tfevents.[0-9]*"))[1:]:  # a file per --resume,
+        start = int(file.name.split(".")[3])  # with its time in the name
         before = curve.wall_time[curve.wall_time < start]
         curve.loc[curve.wall_time >= start, "seconds"] -= start - before.max() if len(before) else 0
     return curve[np.isfinite(curve.value)].assign(tag=tag)
@@ -80,7 +81,9 @@ def read_curve(events: EventAccumulator, tag: str | None) -> pd.DataFrame:
 def name_by_settings(runs: pd.DataFrame) -> None:
     """Add to the name of each experiment the settings in which its runs differ."""
     for _, group in runs.groupby(["env_id", "experiment"]):
-        settings = pd.DataFrame(list(group.settings), index=group.index).fillna("")
+        settings = pd.DataFrame(list(group.settings), index=group.index)
+        numbers = settings.apply(pd.to_numeric, errors="coerce")  # 1e5, 100000 and 100000.0 are equal
+        settings = numbers.map("{:.15g}".format).where(numbers.notna(), settings).fillna("unknown")
         for name in settings.columns[settings.nunique() > 1]:
             runs.loc[group.index, "experiment"] += ", " + name + " " + settings[name]
 
@@ -96,7 +99,9 @@ def load_runs(paths: tuple[str, ...], tag: str | None) -> pd.DataFrame:
         events = read_events(folder)
         curve = read_curve(events, tag)
         if len(curve) and (name := RUN.fullmatch(folder.name)):
-            about = {"folder": folder, "curve": curve, "settings": read_settings(events)}
+            copy = b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))
+            script = hashlib.sha1(copy).hexdigest()[:6] if copy else "unknown"  # not all runs have a copy
+            about = {"folder": folder, "curve": curve, "settings": read_settings(events), "script": script}
             rows.append({**name.groupdict(), **about})
         else:
             missing = tag or " or ".join(TAGS)
@@ -107,10 +112,12 @@ def load_runs(paths: tuple[str, ...], tag: str | None) -> pd.DataFrame:
         sys.exit(2)
     runs = pd.DataFrame(rows).sort_values("date")
     runs.loc[runs.date.str.isdigit(), "experiment"] += " (CleanRL)"  # its folders end in the Unix time
+    edited = runs.groupby("experiment").script.transform("nunique") > 1
+    runs.loc[edited, "experiment"] += ", script " + runs.script[edited]
     name_by_settings(runs)
     older = runs.duplicated(["env_id", "experiment", "seed"], keep="last")
     for folder in runs.folder[older]:
-        print(f"skipped {folder}: a later run has its settings and seed", file=sys.stderr)
+        print(f"skipped {folder}: a later run has its script, settings and seed", file=sys.stderr)
     runs = runs[~older]
     for _, group in runs.groupby(["env_id", "experiment"]):
         ends = [curve.steps.max() for curve in group.curve]
@@ -152,7 +159,7 @@ def draw(runs: pd.DataFrame, args: Args) -> None:
         name = panel.curve.iloc[0].tag.iloc[0].split("/")[-1].replace("_", " ")
         smoothing = f"\nmean of the last {window:,.10g} {args.x}" if window else ""
         axes.set(title=env_id, xlabel=args.x, ylabel=name + smoothing, xlim=(0, None))
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k, 1M
+        axes.xaxis.set_major_formatter(EngFormatter(sep="") if args.x == "steps" else "{x:,.10g}")
     counts = runs.groupby(["experiment", "env_id"]).size()
     labels = []
     for experiment in lines_of:

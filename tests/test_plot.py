@@ -88,6 +88,67 @@ def test_runs_with_other_settings_are_other_lines(tmp_path, monkeypatch, capsys)
     assert err == ""
 
 
+def seeds_of_experiments(paths=("runs",)):
+    return plot.load_runs(paths, None).groupby(["env_id", "experiment"]).size().to_dict()
+
+
+def test_equal_numbers_are_one_experiment(tmp_path, monkeypatch):
+    """5000 comes from the command line, 5000.0 from Python. The last run's script has no such setting."""
+    monkeypatch.chdir(tmp_path)
+    for seed, row in enumerate(["|steps|5000|", "|steps|5000.0|", "|steps|5e3|", "|steps|None|", ""]):
+        folder = Path("runs", OURS.format(seed, 0))
+        write(folder, [(100, 1.0)])
+        with SummaryWriter(str(folder)) as writer:
+            writer.add_text("settings", f"|setting|value|\n|-|-|\n|norm|True|\n{row}")
+    assert seeds_of_experiments() == {
+        ("CartPole-v1", "ppo, steps 5000"): 3,
+        ("CartPole-v1", "ppo, steps None"): 1,
+        ("CartPole-v1", "ppo, steps unknown"): 1,
+    }
+
+
+def test_runs_of_edited_scripts_are_other_lines(tmp_path, monkeypatch, capsys):
+    """They are named by a hash of the script, in all panels. CleanRL's runs have no copy of the script."""
+    monkeypatch.chdir(tmp_path)
+    names = [OURS.format(1 + number % 2, number) for number in range(5)]
+    names += ["CartPole-v1__ppo__1__1760000000", names[0].replace("CartPole", "Acrobot")]
+    for name, text in zip(names, ["a", "b", "b", "", "", "", "a"], strict=True):
+        write(Path("runs", name), [(100, 1.0)])
+        if text:
+            Path("runs", name, "ppo.py").write_text(text)
+    assert seeds_of_experiments() == {
+        ("Acrobot-v1", "ppo, script 86f7e4"): 1,
+        ("CartPole-v1", "ppo (CleanRL)"): 1,
+        ("CartPole-v1", "ppo, script 86f7e4"): 1,
+        ("CartPole-v1", "ppo, script e9d71f"): 2,
+        ("CartPole-v1", "ppo, script unknown"): 2,
+    }
+    assert capsys.readouterr().err == ""
+    assert seeds_of_experiments(("runs/A*", f"runs/{names[0]}")) == {
+        ("Acrobot-v1", "ppo"): 1,
+        ("CartPole-v1", "ppo"): 1,
+    }
+
+
+def test_values_between_0_and_1_are_readable(tmp_path, monkeypatch, capsys):
+    """Returns in the table and on the axis, and seconds: half a second was 500m."""
+    monkeypatch.chdir(tmp_path)
+    start = time.time()
+    with SummaryWriter(str(Path("runs", OURS.format(1, 0)))) as writer:
+        for i in range(5):
+            writer.add_scalar(TAG, 0.31234 + i / 1e4, 500 * i, walltime=start + i / 2)
+    run(monkeypatch, "runs", "--compare")
+    assert " 0.31274 " in capsys.readouterr().out
+    figures = []
+    monkeypatch.setattr(plot.plt, "savefig", lambda path: figures.append(plot.plt.gcf()))
+    run(monkeypatch, "runs", "--x", "seconds", "--output", "curves.png")
+    figures[0].canvas.draw()
+    (axes,) = figures[0].axes
+    seconds, returns = axes.get_xticklabels(), axes.get_yticklabels()
+    assert "0.5" in [label.get_text() for label in seconds]
+    assert returns[0].get_text().startswith("0.31")
+
+
 @pytest.mark.parametrize("x", ["steps", "seconds"])
 def test_figure_is_saved(runs, monkeypatch, capsys, x):
     run(monkeypatch, "runs", "--x", x, "--smooth", 0)
