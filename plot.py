@@ -58,7 +58,7 @@ def read_settings(events: EventAccumulator) -> dict[str, str]:
     """The settings that decide what is learnt, from the table that the script has logged."""
     for tag in {"settings/text_summary", "hyperparameters/text_summary"} & set(events.Tags()["tensors"]):
         table = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
-        rows = [row.strip("|").split("|", 1) for row in table.splitlines()[2:]]
+        rows = re.findall(r"^\|(\w+)\|(.*?)\|$", table.split("|-|-|")[1], re.M | re.S)
         return {name: value for name, value in rows if name not in OUTSIDE}
     return {}
 
