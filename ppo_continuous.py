@@ -68,7 +68,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 @dataclass
 class Args:  # the trailing comments become --help
-    exp_name: str = Path(sys.argv[0]).stem  # part of the run folder's name
+    exp_name: str = Path(sys.argv[0]).stem or "ppo_continuous"  # part of the run folder's name
     seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
     resume: str | None = None  # resume from this checkpoint; flags override its settings
     evaluate: str | None = None  # only evaluate this checkpoint, greedily

@@ -7,7 +7,6 @@ environments of a vector apart whichever way they are vectorised.
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, VectorEnv
 
 
 def length(key, episode):
@@ -58,32 +57,6 @@ class ScriptedBox(Scripted):
     action_space = spaces.Box(np.float32([-2, 0, -np.inf]), np.float32([1, 10, np.inf]))
 
 
-class ScriptedVector(VectorEnv):
-    """The script, with discrete actions, stepped at once."""
-
-    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
-    single_observation_space, single_action_space = Scripted.observation_space, Scripted.action_space
-
-    def __init__(self, num_envs):
-        self.num_envs, self.envs = num_envs, [Scripted() for _ in range(num_envs)]
-        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
-        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
-        self.done = np.zeros(num_envs, dtype=bool)
-
-    def reset(self, *, seed=None, options=None):
-        self.done[:] = False
-        return np.stack([env.reset(seed=seed + i)[0] for i, env in enumerate(self.envs)]), {}
-
-    def step(self, actions):
-        rows = [
-            (*env.reset()[:1], 0.0, False, False) if done else env.step(action)[:4]
-            for env, done, action in zip(self.envs, self.done, actions, strict=True)
-        ]
-        obs, rewards, terminated, truncated = map(np.array, zip(*rows, strict=True))
-        self.done = terminated | truncated
-        return obs, rewards, terminated, truncated, {}
-
-
 class Still(gym.Env):
     """Always the same state, and a reward of 1; only a time limit ends an episode."""
 
@@ -101,6 +74,5 @@ class Still(gym.Env):
 
 gym.register("Scripted-v0", Scripted)
 gym.register("ScriptedBox-v0", ScriptedBox)
-gym.register("ScriptedNative-v0", Scripted, vector_entry_point=ScriptedVector)
 for name, actions in (("Still-v0", spaces.Discrete(3)), ("StillBox-v0", spaces.Box(-1, 1, (2,)))):
     gym.register(name, Still, max_episode_steps=7, kwargs={"action_space": actions})

@@ -9,7 +9,7 @@ import pytest
 import torch
 import user_envs
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
-from helpers import DISCRETE, call, checkpoint_in, each_script, load, run
+from helpers import DISCRETE, call, checkpoint_in, each_script, flags, load, run
 from torch import nn
 
 import ppo
@@ -22,12 +22,10 @@ SPACES = "vector", "discrete", "dict", "image"
     [
         ("Walk-v0", {}, SyncVectorEnv),
         ("Walk-v0", {"async_envs": True}, AsyncVectorEnv),
-        ("NativeNextStep-v0", {}, user_envs.Native),
-        ("NativeNextStep-v0", {"async_envs": True}, AsyncVectorEnv),
     ],
 )
 def test_vector_environments(env_id, settings, kind):
-    """An environment's own vector version is used, unless processes are asked for."""
+    """In this process, or in one each."""
     settings |= {"env_id": f"user_envs:{env_id}", "env_kwargs": '{"endless": true}'}
     envs = DISCRETE.script.make_envs(DISCRETE.make_args(**settings))
     assert type(envs.unwrapped) is kind
@@ -36,11 +34,39 @@ def test_vector_environments(env_id, settings, kind):
     envs.close()
 
 
-def test_a_vector_version_that_resets_in_the_same_step(tmp_path):
-    """It is refused: a rollout needs the last observation in a row of its own."""
-    done = call(DISCRETE, tmp_path, "--env-id", "user_envs:NativeSameStep-v0")
-    assert done.status != 0
-    assert "--async-envs" in done.err.splitlines()[-1]
+@each_script
+def test_environments_that_reset_in_the_same_step_are_refused(case, tmp_path, monkeypatch):
+    """Whatever made them: a rollout needs the last observation in a row of its own. Nothing is written."""
+
+    def make_envs(args):
+        return SyncVectorEnv([lambda: case.script.make_env(args)] * 4, autoreset_mode="SameStep")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(case.script, "make_envs", make_envs)
+    with pytest.raises(ValueError, match="next step"):
+        case.script.train(case.make_args(env_id=case.walk))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_have_their_own_random_numbers():
+    """For environments that draw from NumPy's global generator, when they are made and later."""
+    seen = []
+    for _ in range(2):
+        args = DISCRETE.make_args(env_id="user_envs:Global-v0", async_envs=True)
+        envs = DISCRETE.script.make_envs(args)
+        seen.append(envs.reset(seed=1)[0])
+        envs.close()
+    for column in seen[0].T:
+        assert len(set(column.tolist())) == 4
+    np.testing.assert_array_equal(*seen)
+
+
+@each_script
+def test_each_environment_is_closed(case, tmp_path):
+    """Those that train, that is evaluated, and those that are only looked at."""
+    run(case, tmp_path)
+    assert len(user_envs.LOG["made"]) > 5
+    assert set(user_envs.LOG["made"]) == set(user_envs.LOG["closed"])
 
 
 def policy_of(case, folder, observation):
@@ -141,7 +167,8 @@ def test_an_endless_evaluation(trained, tmp_path):
 def test_video(case, trained, tmp_path):
     """A file for each episode, in the run's folder, which is named."""
     torch.save(load(trained(case).checkpoint), tmp_path / "checkpoint.pt")
-    words = ["--env-id", case.walk, "--capture-video", "--eval-episodes", 2]
+    kwargs = '{"render_mode": "rgb_array"}'  # also where it is given twice
+    words = ["--env-id", case.walk, "--env-kwargs", kwargs, "--capture-video", "--eval-episodes", 2]
     shown = call(case, tmp_path, "--evaluate", "checkpoint.pt", *words)
     assert shown.status == 0
     (folder,) = re.findall(r"^videos +(\S+)$", shown.out, re.MULTILINE)
@@ -154,7 +181,7 @@ def test_train_returns_results(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     user_envs.LOG.clear()
     changes = {"env_id": case.walk, "norm_obs": False, "total_timesteps": 300, "eval_episodes": 3}
-    with pytest.raises(ValueError, match="--num-envs must be positive"):
+    with pytest.raises(ValueError, match="must be positive"):
         case.script.train(case.make_args(num_envs=0))
     results = case.script.train(case.make_args(**changes))
     assert set(results) == {"checkpoint", "training_return", "greedy_returns"}
@@ -164,17 +191,53 @@ def test_train_returns_results(case, tmp_path, monkeypatch):
     assert results["training_return"] == pytest.approx(np.mean(returns[:-3]))
 
 
-def test_wrappers_of_an_environment_with_a_vector_version(monkeypatch):
-    """What a user puts around CartPole in make_env trains, too."""
+def test_what_make_env_returns_is_what_trains(monkeypatch):
+    """Attributes and methods that a user changes, wrappers, or the plain environment: CartPole has a vector
+    version of its own, which knows of none.
+    """
     make_env = ppo.make_env
 
-    def wrapped(args, **kwargs):
-        return gym.wrappers.TransformReward(make_env(args, **kwargs), lambda reward: 3 * reward)
+    def changed(args, **kwargs):
+        env = make_env(args, **kwargs).unwrapped
+        env.force_mag = 0.0  # so that both actions do the same
+        return gym.wrappers.TransformReward(env, lambda reward: 3 * reward)
 
-    monkeypatch.setattr(ppo, "make_env", wrapped)
+    monkeypatch.setattr(ppo, "make_env", changed)
     envs = ppo.make_envs(ppo.Args(num_envs=2))
     envs.reset(seed=0)
-    assert envs.step(np.zeros(2, int))[1].tolist() == [3, 3]
+    after, rewards, *_ = envs.step(np.zeros(2, int))
+    assert rewards.tolist() == [3, 3]
+    envs.reset(seed=0)
+    other, *_ = envs.step(np.ones(2, int))
+    np.testing.assert_array_equal(after, other)
+
+
+def test_numbers_of_numpy_are_settings(tmp_path, monkeypatch):
+    """They are saved as plain numbers, so that the checkpoint loads."""
+    monkeypatch.chdir(tmp_path)
+    settings = {
+        "learning_rate": np.float64(1e-3),
+        "num_steps": np.int64(32),
+        "total_timesteps": np.float32(300),
+    }
+    results = ppo.train(DISCRETE.make_args(env_id=DISCRETE.walk, **settings))
+    content = load(results["checkpoint"])
+    assert (content["args"]["learning_rate"], content["args"]["num_steps"]) == (1e-3, 32)
+
+
+@each_script
+@pytest.mark.parametrize("fault", ["nan at the end", "nan observation"])
+def test_observations_that_are_nan(case, fault, tmp_path):
+    """Where the task ended the episode, they count nowhere; elsewhere, the run stops and says why."""
+    kwargs = f'{{"fault": "{fault}", "at": 100}}'
+    words = flags(env_id=case.walk, env_kwargs=kwargs, num_envs=4, num_steps=32, total_timesteps=400)
+    done = call(case, tmp_path, *words)
+    if fault == "nan at the end":
+        assert done.status == 0
+        assert all(torch.isfinite(x).all() for x in load(checkpoint_in(tmp_path))["agent"].values())
+    else:
+        assert done.status == 1
+        assert "FloatingPointError: a reward or an observation is NaN" in done.err
 
 
 @each_script

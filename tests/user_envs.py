@@ -5,12 +5,10 @@
 
 import signal
 from collections import defaultdict
-from functools import partial
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 ACTIONS = {"discrete": spaces.Discrete(3), "box": spaces.Box(-2.0, 4.0, (1,))}
 VECTOR = spaces.Box(-5, 5, (3,), np.float32)
@@ -38,6 +36,10 @@ class Walk(gym.Env):
     ):
         self.action_space, self.observation_space = ACTIONS[action], OBSERVATIONS[observation]
         self.fault, self.at, self.endless, self.render_mode = fault, at, endless, render_mode
+        LOG["made"].append(self)
+
+    def close(self):
+        LOG["closed"].append(self)
 
     def observe(self):
         self.observation_space.seed(int(self.np_random.integers(2**31)))
@@ -52,7 +54,7 @@ class Walk(gym.Env):
         return self.observe(), {}
 
     def step(self, action):
-        assert self.action_space.contains(action), action
+        assert self.action_space.contains(action) or np.isnan(action).any(), action
         LOG["steps"].append(action)
         pays = action == 2 if self.action_space is ACTIONS["discrete"] else action > 0
         self.rewards.append(1.5 if pays else 0.5)
@@ -65,6 +67,10 @@ class Walk(gym.Env):
                 raise RuntimeError("the simulator broke")
             if self.fault == "nan reward":
                 reward = np.nan
+            if self.fault == "nan observation" or (
+                self.fault == "nan at the end" and over and self.kind != 1
+            ):
+                obs = obs * np.nan
             if self.fault in ("SIGINT", "SIGTERM", "SIGKILL") and len(LOG["steps"]) == self.at:
                 signal.raise_signal(getattr(signal, self.fault))
         return obs, reward, over and self.kind != 1, over and self.kind != 0, {"steps": len(self.rewards)}
@@ -110,16 +116,22 @@ class Probe(gym.Env):
         return self.observe(), pays[self.pays], over and not self.truncates, over and self.truncates, {}
 
 
-class Native(SyncVectorEnv):
-    """A vector environment of the environment's own."""
+class Global(Walk):
+    """Its observations are of NumPy's global generator, and so is a number that is drawn when it is made."""
 
-    def __init__(self, num_envs, mode, **options):
-        super().__init__([partial(Walk, **options)] * num_envs, autoreset_mode=mode)
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.drawn = np.random.random()  # noqa: NPY002
+
+    def observe(self):
+        return np.float32([self.drawn, *np.random.random(2)])  # noqa: NPY002
 
 
 for kind in ACTIONS:
     ending = "Box-v0" if kind == "box" else "-v0"
     gym.register(f"Walk{ending}", Walk, kwargs={"action": kind})
     gym.register(f"Probe{ending}", Probe, kwargs={"action": kind})
-for mode in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP):
-    gym.register(f"Native{mode.value}-v0", Walk, vector_entry_point=partial(Native, mode=mode))
+gym.register("Global-v0", Global)
+for name, space in (("Pairs-v0", spaces.MultiDiscrete([2, 3])), ("FromOne-v0", spaces.Discrete(3, start=1))):
+    ACTIONS[name] = space
+    gym.register(name, Walk, kwargs={"action": name})
