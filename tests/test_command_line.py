@@ -95,9 +95,9 @@ def test_refusals_of_other_scripts(case, words, expected, tmp_path):
 @pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
 def test_checkpoints_of_others_are_refused(flag, trained, tmp_path):
     """Another script's, or another environment's: one line, and nothing is written."""
-    assert_refused(
-        DISCRETE, tmp_path, [flag, trained(DISCRETE).checkpoint, "--env-id", "CartPole-v1"], "CartPole-v1"
-    )
+    image = ["--env-id", DISCRETE.walk, "--env-kwargs", '{"observation":"image"}']
+    words = [flag, trained(DISCRETE).checkpoint, *image]
+    assert_refused(DISCRETE, tmp_path, words, f"not for {DISCRETE.walk}")
     for path in (trained(DISCRETE).checkpoint, trained(CONTINUOUS).checkpoint):
         words = [flag, path, "--env-id", "ALE/Pong-v5", "--total-timesteps", 2000]
         assert_refused(ATARI, tmp_path, words, "of another script")
