@@ -25,10 +25,10 @@ it follows. An iteration, and what each part returns:
 
     train                    the results, after repeating:
       adjust_coefficients    nothing: it sets the coefficients in the state
-      collect_rollout        nothing: it fills the rollout with T steps of N environments
+      collect_rollout        the episodes that ended, after it has filled the rollout with T steps
       make_batch             its transitions, with advantages (compute_gae) and returns
       update                 metrics, after K epochs of gradient steps, each on a minibatch
-        ppo_loss             the loss of a minibatch, and metrics
+        ppo_loss             the loss of the minibatch, and metrics
 
 Shapes: T steps per rollout, N environments, D numbers per observation, A actions, B transitions in a batch.
 """
@@ -232,6 +232,8 @@ class State:
     kl_coef: float
     ent_coef: float
     global_step: int = 0  # transitions so far
+    kl: float | None = None  # of the last iteration; None before the first
+    entropy: float = 0.0  # of the last iteration
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tensor, dict[str, Tensor]]:
@@ -393,8 +395,8 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, state: State
     return metrics
 
 
-def adjust_coefficients(state: State, args: Args, metrics: dict[str, float] | None = None) -> None:
-    """Set the next iteration's coefficients, by their schedules and the metrics of the last one, if any."""
+def adjust_coefficients(state: State, args: Args) -> None:
+    """Set the coefficients of an iteration, by their schedules and the metrics of the last one, if any."""
     remaining = max(0, 1 - state.global_step / args.total_timesteps)
     scheduled_lr = args.learning_rate * (remaining if args.anneal_lr else 1)
     if args.adapt != "learning-rate":
@@ -405,13 +407,13 @@ def adjust_coefficients(state: State, args: Args, metrics: dict[str, float] | No
         state.kl_coef = args.kl_coef
     if args.target_entropy is None:
         state.ent_coef = args.ent_coef * (remaining if args.anneal_ent_coef else 1)
-    if metrics is None:
+    if state.kl is None:
         return
     step = 1.5 if args.adapt == "learning-rate" else 2.0  # of Rudin et al. 2022, and of [PPO], §4
     caution = 1.0
-    if metrics["kl"] > 1.5 * args.desired_kl:
+    if state.kl > 1.5 * args.desired_kl:
         caution = step
-    elif metrics["kl"] < args.desired_kl / 1.5:
+    elif state.kl < args.desired_kl / 1.5:
         caution = 1 / step
     if args.adapt == "kl-coef":
         state.kl_coef = min(max(state.kl_coef * caution, 1e-4), 1e4)
@@ -420,9 +422,9 @@ def adjust_coefficients(state: State, args: Args, metrics: dict[str, float] | No
     elif args.adapt == "learning-rate":
         state.learning_rate = min(max(state.learning_rate / caution, 1e-5), scheduled_lr)
     if args.target_entropy is not None:
-        if metrics["entropy"] > args.target_entropy + 0.05:
+        if state.entropy > args.target_entropy + 0.05:
             state.ent_coef = max(state.ent_coef / 1.1, 1e-5)
-        elif metrics["entropy"] < args.target_entropy - 0.05:
+        elif state.entropy < args.target_entropy - 0.05:
             state.ent_coef = min(state.ent_coef * 1.1, 10.0)
 
 
@@ -450,14 +452,14 @@ def train(args: Args) -> dict:
 
     # Where the first rollout starts. Some simulators take seeds below 2**31 only.
     rollout.obs[-1], _ = envs.reset(seed=(env_seed + state.global_step) % 2**31)
-    adjust_coefficients(state, args)
     try:
         while state.global_step < args.total_timesteps:
+            adjust_coefficients(state, args)
             episodes = collect_rollout(envs, agent, rollout, args)
             batch = make_batch(agent, rollout, args)
             metrics = update(agent, optimizer, batch, args, state)
             state.global_step += len(batch.obs)
-            adjust_coefficients(state, args, metrics)
+            state.kl, state.entropy = metrics["kl"], metrics["entropy"]
             run.log(metrics, episodes)
         envs.close()
     except KeyboardInterrupt:

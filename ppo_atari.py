@@ -29,7 +29,7 @@ it follows. An iteration, and what each part returns:
       collect_rollout        the games that ended, after it has filled the rollout with T steps
       make_batch             its transitions, with advantages (compute_gae) and returns
       update                 metrics, after K epochs of gradient steps, each on a minibatch
-        compute_gradients    metrics of a minibatch, and the gradients of its ppo_loss
+        compute_gradients    metrics of the minibatch; it leaves the gradients of its ppo_loss
 
 Shapes: T steps per rollout, N environments, A actions, B transitions in a batch. An observation is the last 4
 images, the newest last: [4, 84, 84], bytes.

@@ -25,12 +25,12 @@ PPO itself comes first, in the order of the paper, up to `train`, its Algorithm 
 it follows. An iteration, and what each part returns:
 
     train                      the results, after repeating:
+      adjust_coefficients      nothing: it sets the coefficients in the state
       collect_rollout          the episodes that ended, after it has filled the rollout with T steps
       normalize_rollout        nothing: it scales observations and rewards
       make_batch               its transitions, with advantages (compute_gae) and returns
       update                   metrics, after K epochs of gradient steps, each on a minibatch
-        compute_gradients      metrics of a minibatch, and the gradients of its ppo_loss
-      adjust_coefficients      nothing: it sets the coefficients of the next iteration
+        compute_gradients      metrics of the minibatch; it leaves the gradients of its ppo_loss
 
 Shapes: T steps per rollout, N environments, D numbers per observation, A per action, B transitions per batch.
 """
@@ -242,6 +242,7 @@ class State:
     learning_rate: float
     kl_coef: float
     global_step: int = 0  # transitions so far
+    kl: float | None = None  # of the last iteration; None before the first
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tensor, dict[str, Tensor]]:
@@ -432,21 +433,21 @@ def update(
     return metrics
 
 
-def adjust_coefficients(state: State, args: Args, metrics: dict[str, float] | None = None) -> None:
-    """Set the next iteration's coefficients, by their schedules and the metrics of the last one, if any."""
+def adjust_coefficients(state: State, args: Args) -> None:
+    """Set the coefficients of an iteration, by their schedules and the metrics of the last one, if any."""
     remaining = max(0, 1 - state.global_step / args.total_timesteps)
     scheduled_lr = args.learning_rate * (remaining if args.anneal_lr else 1)
     if args.adapt != "learning-rate":
         state.learning_rate = scheduled_lr
     if args.adapt != "kl-coef":
         state.kl_coef = args.kl_coef
-    if metrics is None:
+    if state.kl is None:
         return
     step = 1.5 if args.adapt == "learning-rate" else 2.0  # of Rudin et al. 2022, and of [PPO], §4
     caution = 1.0
-    if metrics["kl"] > 1.5 * args.desired_kl:
+    if state.kl > 1.5 * args.desired_kl:
         caution = step
-    elif metrics["kl"] < args.desired_kl / 1.5:
+    elif state.kl < args.desired_kl / 1.5:
         caution = 1 / step
     if args.adapt == "kl-coef":
         state.kl_coef = min(max(state.kl_coef * caution, 1e-4), 1e4)
@@ -487,14 +488,14 @@ def train(args: Args) -> dict:
             collect_rollout(envs, agent, rollout, args)
             normalize_rollout(agent, rollout, args)
             state.global_step += int(rollout.valid.sum())
-        adjust_coefficients(state, args)
         while state.global_step < args.total_timesteps:
+            adjust_coefficients(state, args)
             episodes = collect_rollout(envs, agent, rollout, args)
             normalize_rollout(agent, rollout, args)
             batch = make_batch(agent, rollout, args)
             metrics = update(agent, optimizer, compute, batch, rollout, args, state)
             state.global_step += len(batch.obs)
-            adjust_coefficients(state, args, metrics)
+            state.kl = metrics["kl"]
             run.log(metrics, episodes)
         envs.close()
     except KeyboardInterrupt:

@@ -57,7 +57,7 @@ class Case:
         return replace(self.script.Args(), **plain | changes)
 
     def make_state(self, args):
-        coefficients = [field.name for field in fields(self.script.State) if field.name != "global_step"]
+        coefficients = [field.name for field in fields(self.script.State) if hasattr(args, field.name)]
         return self.script.State(*(getattr(args, name) for name in coefficients))
 
     def make_agent(self, args, seed=0, obs_space=None, num_actions=None):

@@ -101,8 +101,8 @@ def test_checkpoints_of_others_are_refused(flag, trained, tmp_path):
     for path in (trained(DISCRETE).checkpoint, trained(CONTINUOUS).checkpoint):
         words = [flag, path, "--env-id", "ALE/Pong-v5", "--total-timesteps", 2000]
         assert_refused(ATARI, tmp_path, words, "of another script")
-    words = [flag, trained(DISCRETE).checkpoint, "--env-id", "Pendulum-v1"]
-    assert_refused(CONTINUOUS, tmp_path, words, "of another script")
+    words = [flag, trained(DISCRETE).checkpoint, "--env-id", DISCRETE.walk]
+    assert_refused(CONTINUOUS, tmp_path, words, "use ppo.py")
 
 
 def test_a_checkpoint_of_an_older_version_loads(trained, tmp_path):

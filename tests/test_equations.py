@@ -114,6 +114,9 @@ class Given:
         return self.given_policy, self.given_values
 
 
+COEFFICIENTS = "learning_rate", "clip_coef", "kl_coef", "ent_coef"
+
+
 def random_batch(case, seed, rows=12):
     """Policies and values of the current networks, and a batch of what the old ones made; in float64."""
     generator = torch.Generator().manual_seed(seed)
@@ -280,8 +283,9 @@ def test_scale_rewards(gamma, garbage):
 
 def adjusted(args, state, script=ppo, **metrics):
     """The coefficients of the next iteration, after one with these metrics, if any."""
-    script.adjust_coefficients(state, args, metrics or None)
-    return {name: value for name, value in vars(state).items() if name != "global_step"}
+    vars(state).update(metrics)
+    script.adjust_coefficients(state, args)
+    return {name: getattr(state, name) for name in COEFFICIENTS if hasattr(state, name)}
 
 
 @pytest.mark.parametrize(("anneal_lr", "anneal_ent_coef"), list(itertools.product(BOOLS, BOOLS)))

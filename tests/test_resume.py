@@ -1,5 +1,6 @@
 """Checkpoints: what they hold, and that a run that was stopped or killed resumes."""
 
+import itertools
 import os
 import shutil
 from itertools import pairwise
@@ -10,6 +11,7 @@ import user_envs
 from helpers import (
     CONTINUOUS,
     DISCRETE,
+    ROOT,
     SMALL,
     call,
     checkpoint_in,
@@ -36,18 +38,21 @@ def resume(case, path, *words, **settings):
 
 
 @each_script
-def test_a_checkpoint_is_complete(case, trained):
+def test_a_checkpoint_is_complete(case, trained, tmp_path):
     """It loads without executing code: settings, weights, normalisers, optimizer and random state."""
     path = trained(case).checkpoint
-    content = load(path)
+    content, data = load(path), curves(copied(path, tmp_path).parent)
     step = content["state"]["global_step"]
     assert content["args"]["hidden_size"] == 16
+    for name in {"kl", "entropy"} & content["state"].keys():
+        assert content["state"][name] == pytest.approx(list(data[f"losses/{name}"].values())[-1], rel=1e-5)
     assert content["agent"]["obs_moments.count"] == content["agent"]["return_moments.count"] == step
     shapes = sorted(slot["exp_avg"].shape for slot in content["optimizer"]["state"].values())
     learnt = [value.shape for name, value in content["agent"].items() if "_moments" not in name]
     assert shapes == sorted(learnt)
     assert content["random"].dtype == torch.uint8
-    assert sorted(file.name[:6] for file in path.parent.iterdir()) == ["checkp", "events"]
+    assert (path.parent / case.file).read_text() == (ROOT / case.file).read_text()  # what made it
+    assert sorted(file.name[:6] for file in path.parent.iterdir()) == ["checkp", "events", case.file[:6]]
 
 
 @each_script
@@ -150,9 +155,33 @@ def test_a_signal_saves_and_ends(case, fault, tmp_path):
     assert after["state"]["global_step"] >= steps + 150
 
 
+@each_script
+def test_an_interrupted_update_is_not_saved(case, tmp_path, monkeypatch):
+    """The checkpoint is of the last whole iteration, however far the next one has come."""
+    ppo_loss, contents = case.script.ppo_loss, []
+    for last in (13, 16):  # the first and the last gradient step of the fourth iteration
+        count = itertools.count(1)
+
+        def interrupted(*arguments, count=count, last=last):
+            if next(count) == last:
+                raise KeyboardInterrupt
+            return ppo_loss(*arguments)
+
+        monkeypatch.setattr(case.script, "ppo_loss", interrupted)
+        (tmp_path / str(last)).mkdir()
+        run(case, tmp_path / str(last), total_timesteps=5000)
+        path = checkpoint_in(tmp_path / str(last))
+        contents.append(load(path))
+        logged = list(curves(path.parent)["losses/kl"])
+        assert len(logged) == 3
+        assert contents[-1]["state"]["global_step"] == logged[-1]
+        assert contents[-1]["agent"]["obs_moments.count"] == logged[-1]
+    assert same(*contents)
+
+
 FAULTS = {
     "raise": "RuntimeError: the simulator broke",
-    "nan reward": "FloatingPointError: not finite",
+    "nan reward": "FloatingPointError: a reward or an observation is NaN",
 }
 
 
