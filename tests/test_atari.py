@@ -1,10 +1,5 @@
-"""What is ppo_atari.py's own: DeepMind's protocol, the convolutional network, several processes."""
+"""What is ppo_atari.py's own: DeepMind's protocol, the convolutional network, recorded steps."""
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +12,12 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
-from helpers import ATARI, call, checkpoint_in, curves, direct_gae, flags, float64, load, random_ends, same
+from helpers import ATARI, curves, direct_gae, float64, load, random_ends, same, weights
 from stable_baselines3.common.policies import ActorCriticCnnPolicy
 
 import ppo_atari as ppo
 
 SMALL = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "num_threads": 1, "device": "cpu"}
-PONG = {"env_id": "PongNoFrameskip-v4", "env_kwargs": '{"max_num_frames_per_episode": 240}'}
-QUICK = PONG | SMALL | {"num_steps": 16, "eval_episodes": 2}
 
 
 def make_args(**changes):
@@ -179,13 +172,13 @@ def scripted(*scripts, button=1, clip_rewards=True):
     return ppo.LostLives(games, button, clip_rewards)
 
 
-def play(num_steps, *scripts):
+def play(num_steps, *scripts, forward=None):
     """A rollout of scripted games, the games that ended, and what it was collected with."""
     args = make_args(num_envs=len(scripts), num_steps=num_steps)
     agent, envs = make_agent(args), scripted(*scripts)
     rollout = ppo.Rollout(args, 5)
     rollout.obs[-1] = torch.from_numpy(envs.reset()[0])
-    return rollout, ppo.collect_rollout(envs, agent, rollout, args), envs, agent
+    return rollout, ppo.collect_rollout(envs, forward or agent, rollout, args), envs, agent
 
 
 def test_lost_lives_and_filler_rows():
@@ -296,11 +289,41 @@ def test_bfloat16():
 # The update
 
 
-def learn(agent, rollout, args):
+def learn(agent, rollout, args, recorded=ppo.recorded):
     """An iteration's learning, as in `train`."""
     torch.manual_seed(1)
-    optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5)
-    return ppo.update(agent, optimizer, ppo.make_batch(rollout, args), args, ATARI.make_state(args))
+    optimizer, batch = torch.optim.Adam(agent.parameters(), eps=1e-5), ppo.make_batch(rollout, args)
+    example = [torch.zeros_like(column[: len(column) // args.num_minibatches]) for column in batch]
+    compute = recorded(lambda *columns: ppo.compute_gradients(agent, ppo.Batch(*columns), args), *example)
+    return ppo.update(agent, optimizer, compute, batch, args, ATARI.make_state(args))
+
+
+class Recording:
+    """In the place of `recorded`: behaves on the CPU as a CUDA graph does.
+
+    Inputs and results lie in the same memory in each call, and what Python did when it was recorded, such as
+    giving parameters new gradients, is not done again.
+    """
+
+    def __init__(self, function, *examples):
+        self.function, self.inputs = function, [example.clone() for example in examples]
+        cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        agents = [x for x in cells if isinstance(x, torch.nn.Module)]
+        self.parameters = [parameter for agent in agents for parameter in agent.parameters()]
+        self.outputs = function(*self.inputs)
+        self.gradients = [parameter.grad for parameter in self.parameters]
+
+    def __call__(self, *values):
+        for x, value in zip(self.inputs, values, strict=True):
+            x.copy_(value)
+        before = [parameter.grad for parameter in self.parameters]
+        outputs = self.function(*self.inputs)
+        for parameter, gradient, held in zip(self.parameters, self.gradients, before, strict=True):
+            gradient.copy_(parameter.grad)
+            parameter.grad = held
+        for name in self.outputs if isinstance(self.outputs, dict) else range(len(self.outputs)):
+            self.outputs[name].copy_(outputs[name])
+        return self.outputs
 
 
 def test_a_batch():
@@ -340,6 +363,23 @@ def test_minibatches():
     assert not torch.equal(first, second)
     for epoch in (first, second):
         assert torch.equal(epoch.sort()[0], rows.sort()[0])
+
+
+def test_recorded_steps_learn_the_same():
+    """As CUDA graphs would be used: the same weights and metrics, bit for bit, and the same rollout."""
+    results = []
+    for recorded in (ppo.recorded, Recording):
+        args = make_args(update_epochs=2)
+        agent = make_agent(args)
+        metrics = learn(agent, make_rollout(args, agent), args, recorded)
+        with torch.no_grad():
+            forward = recorded(agent, torch.zeros(2, 4, 84, 84, dtype=torch.uint8))
+        rollout, *_ = play(8, LIVES, LIVES, forward=forward)
+        results.append((weights(agent), metrics, rollout.policies, rollout.values))
+    (one, metrics, *rows), (other, other_metrics, *other_rows) = results
+    assert torch.equal(one, other)
+    assert metrics == other_metrics
+    assert all(map(torch.equal, rows, other_rows))
 
 
 def test_what_filler_rows_hold_does_not_matter():
@@ -390,6 +430,7 @@ def test_training(tmp_path, monkeypatch):
     assert {slot["step"].item() for slot in content["optimizer"]["state"].values()} == {2 * len(steps)}
     rates = args.learning_rate * (1 - np.array([0, *steps[:-1]]) / 40)
     assert [*data["charts/learning_rate"].values()] == pytest.approx(rates)
+    assert group["lr"] == pytest.approx(rates[-1])
     for suffix, expected in (("", (10 + 7 + 14 + 21) / 4), ("_min", 7), ("_max", 21)):
         assert data[f"charts/episodic_return{suffix}"][steps[0]] == expected
     assert data["charts/episodic_length"][steps[0]] == (6 + 2 + 2 + 2) / 4
@@ -437,65 +478,3 @@ def test_a_policy_and_a_video(tmp_path):
     moving = [np.ravel(shown - np.mean(shown, 0)) for shown in (grey, *np.swapaxes(seen, 0, 1))]
     likeness = np.corrcoef(moving)[0]
     assert likeness[1] > 0.8 > max(likeness[2:]) + 0.2, likeness
-
-
-# Several processes
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-WORKER = Path(__file__).with_name("atari_worker.py")
-
-
-@pytest.mark.slow
-def test_two_processes_learn_like_one(tmp_path):
-    """Halves of a rollout in two processes, equally many transitions each: as all of it in one.
-
-    They stop at --target-kl together, whatever the KL divergence of their own transitions is. In `train`,
-    their games and actions differ, and their weights stay the same.
-    """
-    for launcher in ([sys.executable], TORCHRUN):
-        subprocess.run([*launcher, str(WORKER), str(tmp_path)], check=True, timeout=200)
-    one, *others = (torch.load(tmp_path / f"{name}.pt")["learnt"] for name in ("1-0", "2-0", "2-1"))
-    assert [steps for _, _, steps in one] == [2, 3]
-    for other in others:
-        for (weights, metrics, steps), (expected, expected_metrics, expected_steps) in zip(
-            other, one, strict=True
-        ):
-            assert (weights - expected).norm() < 1e-4 * expected.norm()
-            assert steps == expected_steps
-            for name in {*metrics} - {"explained_variance", "critic_error"}:  # those are a process's own
-                assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-3, abs=1e-5), name
-
-    first, second = (torch.load(tmp_path / f"{name}.pt") for name in ("2-0", "2-1"))  # after `train`
-    assert torch.equal(first["weights"], second["weights"])
-    assert abs(first["seed"] - second["seed"]) >= 2  # the games of a process have seeds in a row
-    assert first["actions"] != second["actions"]
-
-
-@pytest.mark.slow
-def test_torchrun(tmp_path):
-    """Two processes write one folder and one report, of the steps of both; one process can resume."""
-    words = [*TORCHRUN, ppo.__file__, *flags(**QUICK, total_timesteps=200)]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=True, timeout=200)
-    assert done.stdout.count("folder ") == done.stdout.count("evaluation ") == 1
-    path = checkpoint_in(tmp_path)
-    assert len(list(path.parent.glob("events*"))) == 1
-    assert 200 <= load(path)["state"]["global_step"] < 200 + 128
-    assert min(curves(path.parent)["losses/kl"]) > 64  # the transitions of both
-    resumed = call(ATARI, tmp_path, "--resume", path, "--total-timesteps", 400)
-    assert (resumed.status, resumed.err) == (0, "")
-    assert load(path)["state"]["global_step"] >= 400
-
-
-@pytest.mark.slow
-def test_a_signal_stops_all_processes(tmp_path):
-    """SIGTERM to torchrun ends all, and leaves a checkpoint that is whole."""
-    with open(tmp_path / "log", "w") as log:
-        words = [*TORCHRUN, ppo.__file__, *flags(**QUICK)]
-        process = subprocess.Popen(words, cwd=tmp_path, stdout=log, stderr=log)
-    end = time.monotonic() + 120
-    while " steps  " not in (tmp_path / "log").read_text() and process.poll() is None:
-        assert time.monotonic() < end, (tmp_path / "log").read_text()
-        time.sleep(0.1)
-    os.kill(process.pid, signal.SIGTERM)
-    process.wait(60)
-    assert load(checkpoint_in(tmp_path))["state"]["global_step"] > 0
