@@ -120,7 +120,7 @@ LONG_EVALUATION = "--eval-episodes 100"
 TAXI_FLAGS = "--num-envs 32 --ent-coef 0.1 --anneal-ent-coef"
 A2C = "--update-epochs 1 --num-minibatches 1 --num-steps 8 --no-norm-adv"
 NO_BONUS = f"--ent-coef 0 {LONG_EVALUATION}"
-NO_CLIP = "--clip-coef 1000 --allow-unsafe"
+NO_CLIP = "--clip-coef 1000"
 VARIED = {  # experiments of the studies: label, tasks and flags
     "penalty-fixed": ("KL penalty, β = 1", SHORT, "--surrogate kl-penalty"),
     "penalty-adaptive": ("KL penalty, adaptive β", SHORT, "--surrogate kl-penalty --adapt kl-coef"),
@@ -166,11 +166,11 @@ OWN_FLAGS = {  # of three tasks, besides the defaults: task, label and flags, by
     "continuous-pendulum": ("InvertedDoublePendulum-v5", "`--min-log-std -1.5`", "--min-log-std -1.5"),
 }
 CONTINUOUS = [
-    Experiment("continuous", "the defaults", "ppo_continuous.py", each(MUJOCO, 5, first=301), "--compile"),
+    Experiment("continuous", "the defaults", "ppo_continuous.py", each(MUJOCO, 5, first=401), "--compile"),
     Experiment("sb3-rl-zoo-mujoco", "Stable-Baselines3", "sb3", each(TUNED, 3)),
 ]
 for name, (env_id, label, flags) in OWN_FLAGS.items():
-    plan = each([(env_id, 1_000_000)], 5, first=301)
+    plan = each([(env_id, 1_000_000)], 5, first=401)
     CONTINUOUS.append(Experiment(name, label, "ppo_continuous.py", plan, f"--compile {flags}"))
 
 # Atari
