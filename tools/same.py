@@ -30,32 +30,28 @@ ppo.py --total-timesteps 6000 --env-id FrozenLake-v1
 ppo.py --total-timesteps 6000 --env-id Acrobot-v1
 ppo.py --total-timesteps 6000 --env-id LunarLander-v3 --norm-obs --target-kl 0.02
 ppo.py --total-timesteps 4000 --env-id Blackjack-v1 --seed 2
-ppo.py --total-timesteps 6000 --surrogate kl-penalty --adapt kl-coef
-ppo.py --total-timesteps 6000 --adapt clip-coef --clip-vloss --target-entropy 0.5
-ppo.py --total-timesteps 6000 --adapt learning-rate --target-kl 0.02 --anneal-ent-coef
+ppo.py --total-timesteps 6000 --env-id Acrobot-v1 --surrogate kl-penalty --adapt kl-coef
+ppo.py --total-timesteps 6000 --env-id Acrobot-v1 --adapt clip-coef --clip-vloss --target-entropy 0.5
+ppo.py --total-timesteps 6000 --env-id Acrobot-v1 --adapt learning-rate --target-kl 0.02 --anneal-ent-coef
 ppo.py --total-timesteps 4000 --async-envs --num-envs 4
-ppo.py --total-timesteps 4000 --compile
-ppo.py --total-timesteps 4000 then --total-timesteps 8000 --gamma 0.98
+ppo.py --total-timesteps 4000 --env-id Acrobot-v1 then --total-timesteps 8000 --gamma 0.98
 ppo_continuous.py --total-timesteps 8000
 ppo_continuous.py --total-timesteps 6000 --env-id Hopper-v5
 ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1
 ppo_continuous.py --total-timesteps 6000 --env-id Swimmer-v5 --gamma 0.9999 --gae-lambda 0.98
 ppo_continuous.py --total-timesteps 6000 --env-id InvertedDoublePendulum-v5 --min-log-std -1.5
 ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --no-norm-obs --no-norm-rewards --norm-adv
-ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --no-stagger --no-recompute-advantages
+ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --no-recompute-advantages
 ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --adapt none --target-kl 0.02 --ent-coef 0.01
 ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --surrogate kl-penalty --adapt kl-coef
-ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --adapt clip-coef --clip-vloss
-ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --ent-coef 0.01 --target-entropy 0.5
+ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --adapt none --clip-vloss
 ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --async-envs
 ppo_continuous.py --total-timesteps 6000 --compile
 ppo_continuous.py --total-timesteps 4000 --env-id Hopper-v5 then --total-timesteps 8000
 ppo_atari.py --total-timesteps 2048 --num-threads 1 --eval-episodes 2
 ppo_atari.py --total-timesteps 2048 --num-threads 1 --eval-episodes 2 --bfloat16
 ppo_atari.py --total-timesteps 2048 --num-threads 1 --eval-episodes 2 --env-id PongNoFrameskip-v4 --clip-vloss
-ppo_atari.py --total-timesteps 2048 --num-threads 1 --eval-episodes 2 --surrogate kl-penalty --adapt kl-coef
 ppo_atari.py --total-timesteps 1024 --num-threads 1 then --total-timesteps 2048 --num-threads 1
-torchrun ppo_atari.py --total-timesteps 2048 --num-threads 1 --eval-episodes 2
 ppo_rlhf.py --total-episodes 1024
 grpo.py --total-episodes 1024
 """
@@ -65,17 +61,17 @@ def run(folder: Path, command: str, scripts: Path) -> None:
     """Make one run of the table in an empty folder; what follows "then" resumes it."""
     for part in command.split(" then "):
         words = shlex.split(part)
-        launcher = [sys.executable]
-        if words[0] == "torchrun":
-            launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-            words = words[1:]
         if words[0].endswith(".py"):
             script, *words = words
         else:
             words += ["--resume", str(checkpoint(folder))]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         ran = subprocess.run(
-            [*launcher, scripts / script, *words], cwd=folder, env=environment, capture_output=True, text=True
+            [sys.executable, scripts / script, *words],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         if ran.returncode:
             raise RuntimeError(f"{command}\n{ran.stdout[-2000:]}{ran.stderr[-2000:]}")
