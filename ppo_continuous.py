@@ -46,7 +46,6 @@ import shutil
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
@@ -465,7 +464,7 @@ def train(args: Args) -> dict:
     check_args(args)
     torch.set_num_threads(args.num_threads)
     envs = gym.wrappers.vector.RecordEpisodeStatistics(make_envs(args))
-    if envs.metadata["autoreset_mode"] is not AutoresetMode.NEXT_STEP:
+    if envs.metadata.get("autoreset_mode") is not AutoresetMode.NEXT_STEP:
         raise ValueError("the environments must reset in the next step: see Rollout")
     env_seed = seed_everything(args.seed)
     obs_space, action_size = envs.single_observation_space, envs.single_action_space.shape[0]
@@ -609,17 +608,17 @@ def rescale(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
 
 ADVICE = [  # iterations in a row; condition on the metrics; what to do
     (1, lambda m: m["kl"] > 1,
-     "KL > 1: the update was too large (use a lower --learning-rate), or acting and learning differ"),
+     "KL > 1: the policy jumped; check --learning-rate, the loss, and that acting and learning agree"),
     (5, lambda m: m["kl"] > 0.05,
-     "KL > 0.05: updates are too large; lower --learning-rate or --update-epochs"),
-    (20, lambda m: m["kl"] < 1e-6 and m["max_kl"] < 1 and m["progress"] < 0.5,
-     "KL < 1e-6: the policy hardly changes; raise --learning-rate"),
-    (20, lambda m: m["explained_variance"] < 1e-3 and m["critic_error"] > 0.1 and m["progress"] > 0.1,
-     "explained variance <= 0: the critic knows nothing; check that observations vary, and --vf-coef"),
-    (20, lambda m: m["gain"] == m["spread"] == 0,
-     "all episodes have had the same return: there is nothing to learn from; check the rewards"),
-    (10, lambda m: m["gain"] < -m["spread"] or (m["progress"] > 0.5 and m["gain"] < m["spread"]),
-     "the return is not higher than at first: see docs/metrics.md, The return does not rise"),
+     "KL > 0.05: lower --learning-rate or --update-epochs; if KL stays, acting and learning may differ"),
+    (20, lambda m: m["kl"] < 1e-6 and m["progress"] < 0.5 and not m["gain"] > 1,
+     "KL < 1e-6: the policy hardly changes; --learning-rate is too low or far too high, or no step is taken"),
+    (20, lambda m: m["explained_variance"] < 0.05 and m["critic_error"] > 0.03 and m["progress"] > 0.1,
+     "explained variance < 0.05: the critic predicts little; check rewards, observations and its loss"),
+    (20, lambda m: m["gain"] == 0,
+     "all episodes have had the same return: check the rewards"),
+    (10, lambda m: m["gain"] < (0.5 if m["progress"] > 0.5 else -0.5),
+     "the return is lower or hardly higher than at first: see docs/metrics.md, The return does not rise"),
     (10, lambda m: m["std_max"] > 3,
      "a standard deviation > 3, where 1 is half of an action's range: lower --ent-coef or --learning-rate"),
 ]  # fmt: skip
@@ -659,9 +658,8 @@ class Run:
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
         shutil.copy(__file__, folder)  # so that `plot.py` tells runs of changed copies apart
         self.streaks = [0] * len(ADVICE)
-        self.max_kl, self.max_entropy = 0.0, math.inf if args.resume else -math.inf
-        self.returns = deque(maxlen=100)  # of the last episodes
-        self.first_returns: list[float] = []  # of the first 100; none in a resumed run
+        self.returns: list[float] = []  # of all episodes
+        self.average = math.nan  # of the last 100
         self.time, self.step, self.printed = time.monotonic(), state.global_step, 0.0
         self.keep()
         self.save()
@@ -682,36 +680,26 @@ class Run:
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
         """Log an iteration, print progress and advice, and save a checkpoint every minute."""
         if not (0 < metrics["grad_norm"] < math.inf and math.isfinite(metrics["kl"])):
-            raise FloatingPointError(
-                "a gradient of 0, or not finite: look at the loss, or at --learning-rate"
-            )
+            raise FloatingPointError("a gradient of 0 or not finite: check the loss, and --learning-rate")
         args, step, now = self.args, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
         if episodes:
             returns, lengths = np.transpose(episodes)
             self.returns.extend(returns)
-            if not args.resume:
-                self.first_returns = [*self.first_returns, *returns][:100]
             for suffix, statistic in (("", np.mean), ("_std", np.std), ("_min", np.min), ("_max", np.max)):
                 scalars[f"charts/episodic_return{suffix}"] = statistic(returns)
-            scalars["charts/episodic_return_100"] = np.mean(self.returns)
+            scalars["charts/episodic_return_100"] = self.average = float(np.mean(self.returns[-100:]))
             scalars["charts/episodic_length"] = lengths.mean()
         scalars["charts/SPS"] = speed = (step - self.step) / (now - self.time)
         self.time, self.step = now, step
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
-        self.max_kl = max(self.max_kl, metrics["kl"])
-        self.max_entropy = max(self.max_entropy, metrics["entropy"])
-        metrics |= {"max_kl": self.max_kl, "max_entropy": self.max_entropy}
-        metrics["progress"] = step / args.total_timesteps
-        metrics["gain"] = float(np.mean(self.returns or np.nan) - np.mean(self.first_returns or np.nan))
-        metrics["spread"] = float(np.std(self.first_returns or np.nan))
-        texts = advise(metrics, self.streaks)
+        texts = advise(metrics | self.progress(), self.streaks)
         for text in texts:
             self.writer.add_text("advice", text, step)
         if texts or step >= args.total_timesteps or now - self.printed > 5:
             self.printed = now
-            shown = f"return {np.mean(self.returns):.5g}" if self.returns else "no episode has ended yet"
+            shown = f"return {self.average:.5g}" if self.returns else "no episode has ended yet"
             minutes = max(args.total_timesteps - step, 0) / speed / 60
             line = f"{step:>10,} steps  {shown}  KL {max(metrics['kl'], 0):.4f}"
             print("\n".join([f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", *texts]), flush=True)
@@ -719,10 +707,17 @@ class Run:
         if now - self.saved > 60:
             self.save()
 
+    def progress(self) -> dict[str, float]:
+        """How far training is, and the gain: by how many standard deviations the return has risen."""
+        first, last = self.returns[:100], self.returns[-100:]
+        known = len(self.returns) >= 200 and not self.args.resume
+        gain = (np.mean(last) - np.mean(first)) / (np.std(first) + 1e-8) if known else math.nan
+        return {"progress": self.state.global_step / self.args.total_timesteps, "gain": float(gain)}
+
     def finish(self) -> dict:
         """Save, evaluate unless training was stopped, and say what can be done next. Returns the results."""
         self.save()
-        results = {"checkpoint": str(self.path), "training_return": float(np.mean(self.returns or math.nan))}
+        results = {"checkpoint": str(self.path), "training_return": self.average}
         if self.state.global_step >= self.args.total_timesteps:
             returns = results["greedy_returns"] = evaluate(self.path, self.args)
             self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
