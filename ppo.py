@@ -33,14 +33,11 @@ it follows. An iteration, and what each part returns:
 Shapes: T steps per rollout, N environments, D numbers per observation, A actions, B transitions in a batch.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import pickle
 import random
 import re
-import shutil
 import signal
 import sys
 import time
@@ -67,7 +64,9 @@ from torch.utils.tensorboard import SummaryWriter
 class Args:  # the trailing comments become --help
     exp_name: str = Path(sys.argv[0]).stem or "ppo"  # part of the run folder's name
     seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
-    resume: str | None = None  # resume from this checkpoint; flags override its settings
+    resume: str | None = (
+        None  # resume from this checkpoint; flags override its settings, not what was adapted
+    )
     evaluate: str | None = None  # only evaluate this checkpoint, greedily
     eval_episodes: int = 10  # episodes of an evaluation
     capture_video: bool = False  # record the evaluation in the run folder (needs moviepy)
@@ -321,8 +320,8 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
         obs[t + 1], rewards[t], terminated[t], truncated[t], info = envs.step(actions[t])
         rollout.infos[t] = info
         if "episode" in info:
-            over = info["_episode"]
-            episodes += zip(info["episode"]["r"][over], info["episode"]["l"][over], strict=True)
+            ended = info["_episode"]
+            episodes += zip(info["episode"]["r"][ended], info["episode"]["l"][ended], strict=True)
     valid[1:] = ~(terminated | truncated)[:-1]
     if not (np.isfinite(rewards).all() and np.isfinite(obs[1:][~terminated]).all()):
         raise FloatingPointError("a reward or an observation is NaN or infinite: look at the environment")
@@ -380,12 +379,12 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, state: State
         order = torch.randperm(len(batch.obs)).to(args.device)
         for rows in order.tensor_split(args.num_minibatches):
             minibatch = Batch(*(column[rows] for column in batch))
-            loss, step = ppo_loss(agent, minibatch, args, state)
+            loss, step_metrics = ppo_loss(agent, minibatch, args, state)
             optimizer.zero_grad()
             loss.backward()
-            step["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            step_metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
             optimizer.step()
-            steps.append(step)
+            steps.append(step_metrics)
         if args.target_kl is not None and distance_moved(agent, batch) > args.target_kl:
             break
     for name in steps[0]:
@@ -408,12 +407,12 @@ def adjust_coefficients(state: State, args: Args) -> None:
         state.ent_coef = args.ent_coef * (remaining if args.anneal_ent_coef else 1)
     if state.kl is None:
         return
-    step = 1.5 if args.adapt == "learning-rate" else 2.0  # of Rudin et al. 2022, and of [PPO], §4
-    caution = 1.0
+    rate = 1.5 if args.adapt == "learning-rate" else 2.0  # of Rudin et al. 2022, and of [PPO], §4
+    caution = 1.0  # above 1, the next update becomes smaller
     if state.kl > 1.5 * args.desired_kl:
-        caution = step
+        caution = rate
     elif state.kl < args.desired_kl / 1.5:
-        caution = 1 / step
+        caution = 1 / rate
     if args.adapt == "kl-coef":
         state.kl_coef = min(max(state.kl_coef * caution, 1e-4), 1e4)
     elif args.adapt == "clip-coef":
@@ -424,14 +423,14 @@ def adjust_coefficients(state: State, args: Args) -> None:
         if state.entropy > args.target_entropy + 0.05:
             state.ent_coef = max(state.ent_coef / 1.1, 1e-5)
         elif state.entropy < args.target_entropy - 0.05:
-            state.ent_coef = min(state.ent_coef * 1.1, 10.0)
+            state.ent_coef = min(max(state.ent_coef * 1.1, 1e-5), 10.0)
 
 
 def train(args: Args) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation. Ctrl-C saves and stops, without an evaluation.
 
     Returns "checkpoint" (its path), "training_return" (mean of the last 100 episodes) and "greedy_returns"
-    (of the evaluation's episodes). Raises `ValueError` for settings that cannot be right. With `resume`, the
+    (of the evaluation's episodes). Raises `ValueError` for invalid settings. With `resume`, the
     other settings are still those of `args`: only the command line takes them from the checkpoint.
     """
     check_args(args)
@@ -484,7 +483,7 @@ def seed_everything(seed: int) -> int:
 
 
 def check_args(args: Args) -> None:
-    """Raise `ValueError` for settings that cannot be right."""
+    """Raise `ValueError` for invalid settings."""
     size = args.num_envs * args.num_steps
     sizes = size, args.num_minibatches, args.update_epochs, args.hidden_size, args.eval_episodes
     adaptable = "learning-rate", "clip-coef" if args.surrogate == "clip" else "kl-coef", "none"
@@ -495,7 +494,6 @@ def check_args(args: Args) -> None:
         (4 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 4} for this rollout"),
         (size > args.total_timesteps, f"--total-timesteps must be at least {size}, the size of a rollout"),
         (args.adapt not in adaptable, f"--surrogate {args.surrogate} has no {args.adapt}"),
-        (args.target_entropy is not None and not args.ent_coef, "--target-entropy needs --ent-coef above 0"),
         (args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy"),
         (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
         (not devices.get(args.device.split(":")[0]), f"--device {args.device} is not there; use cpu"),
@@ -519,16 +517,6 @@ def check_args(args: Args) -> None:
             raise ValueError(f"{path} is of another script, or not for {args.env_id}") from error
 
 
-def plan(args: Args) -> str:
-    """What a run with these settings does."""
-    size, steps = args.num_envs * args.num_steps, args.update_epochs * args.num_minibatches
-    return f"""{args.env_id}: {args.total_timesteps:,.0f} steps, rounded up to full rollouts, seed {args.seed}
-rollout    {args.num_envs} environments x {args.num_steps} steps = {size:,} transitions, minus filler rows
-update     {args.update_epochs} epochs x {args.num_minibatches} minibatches = {steps} gradient steps
-schedules  learning rate {args.learning_rate:g}{" to 0" * args.anneal_lr}, adapt {args.adapt}
-           entropy coefficient {args.ent_coef:g}{" to 0" * args.anneal_ent_coef}"""
-
-
 # ------------------------------------------------- Environments --------------------------------------------
 
 
@@ -542,8 +530,7 @@ def make_envs(args: Args) -> VectorEnv:
     seed = seed_everything(args.seed)
 
     def make(index: int) -> gym.Env:
-        if args.async_envs:  # else all processes would have the random numbers of this one
-            seed_everything(seed + index)
+        seed_everything(seed + index)  # a process needs its own random numbers
         return gym.wrappers.FlattenObservation(make_env(args))
 
     vectorize = AsyncVectorEnv if args.async_envs else SyncVectorEnv
@@ -594,22 +581,26 @@ class Run:
 
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
             wandb.init(**names, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
-        print(f"{plan(args)}\nfolder     {folder}", flush=True)
+        size = args.num_envs * args.num_steps
+        print(f"{args.env_id}: {args.total_timesteps:,.0f} steps in rollouts of {size:,}, seed {args.seed}")
+        print(f"update     {args.update_epochs} epochs x {args.num_minibatches} minibatches per rollout")
+        print(f"folder     {folder}", flush=True)
         if args.resume:
             print(f"resumed    after {state.global_step:,} of {args.total_timesteps:,.0f} steps")
         self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)
         rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
-        shutil.copy(__file__, folder)  # so that `plot.py` tells runs of changed copies apart
+        # A copy of this file, so that `plot.py` tells runs of changed copies apart.
+        Path(folder, Path(__file__).name).write_bytes(Path(__file__).read_bytes())
         self.streaks = [0] * len(ADVICE)
         self.returns: list[float] = []  # of all episodes
         self.average = math.nan  # of the last 100
-        self.time, self.step, self.printed = time.monotonic(), state.global_step, 0.0
-        self.keep()
+        self.last_time, self.last_step, self.last_print = time.monotonic(), state.global_step, 0.0
+        self.snapshot()
         self.save()
 
-    def keep(self) -> None:
-        """Keep what a checkpoint holds: it is of a whole iteration, even if the next one is interrupted."""
+    def snapshot(self) -> None:
+        """Copy the state after a whole iteration: if the next one is interrupted, this is what is saved."""
         content = {"args": asdict(self.args), "state": asdict(self.state), "random": torch.get_rng_state()}
         content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
         self.content = deepcopy(content)
@@ -619,7 +610,7 @@ class Run:
         self.writer.flush()  # first, so that the curves have no gap where training resumes
         torch.save(self.content, self.path.with_suffix(".tmp"))
         self.path.with_suffix(".tmp").replace(self.path)
-        self.saved = time.monotonic()
+        self.last_save = time.monotonic()
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
         """Log an iteration, print progress and advice, and save a checkpoint every minute."""
@@ -634,21 +625,21 @@ class Run:
                 scalars[f"charts/episodic_return{suffix}"] = statistic(returns)
             scalars["charts/episodic_return_100"] = self.average = float(np.mean(self.returns[-100:]))
             scalars["charts/episodic_length"] = lengths.mean()
-        scalars["charts/SPS"] = speed = (step - self.step) / (now - self.time)
-        self.time, self.step = now, step
+        scalars["charts/SPS"] = speed = (step - self.last_step) / (now - self.last_time)
+        self.last_time, self.last_step = now, step
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
         texts = advise(metrics | self.progress(), self.streaks)
         for text in texts:
             self.writer.add_text("advice", text, step)
-        if texts or step >= args.total_timesteps or now - self.printed > 5:
-            self.printed = now
+        if texts or step >= args.total_timesteps or now - self.last_print > 5:
+            self.last_print = now
             shown = f"return {self.average:.5g}" if self.returns else "no episode has ended yet"
             minutes = max(args.total_timesteps - step, 0) / speed / 60
             line = f"{step:>10,} steps  {shown}  KL {max(metrics['kl'], 0):.4f}"
             print("\n".join([f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", *texts]), flush=True)
-        self.keep()
-        if now - self.saved > 60:
+        self.snapshot()
+        if now - self.last_save > 60:
             self.save()
 
     def progress(self) -> dict[str, float]:
@@ -659,7 +650,7 @@ class Run:
         return {"progress": self.state.global_step / self.args.total_timesteps, "gain": float(gain)}
 
     def finish(self) -> dict:
-        """Save, evaluate unless training was stopped, and say what can be done next. Returns the results."""
+        """Save, evaluate unless training was stopped, and close the log. Returns the results."""
         self.save()
         results = {"checkpoint": str(self.path), "training_return": self.average}
         if self.state.global_step >= self.args.total_timesteps:
@@ -752,7 +743,7 @@ def parse_args() -> Args:
 
 
 def main() -> None:
-    """The command line. Exit status: 2 for what cannot be right."""
+    """The command line. Invalid settings end with exit status 2."""
     sys.path.append(".")  # where the `module:` of --env-id is looked for, too
     try:
         args = parse_args()

@@ -35,15 +35,12 @@ Shapes: T steps per rollout, N environments, A actions, B transitions in a batch
 images, the newest last: [4, 84, 84], bytes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import math
 import pickle
 import random
 import re
-import shutil
 import signal
 import sys
 import time
@@ -99,7 +96,9 @@ class Args:  # the trailing comments become --help
     norm_adv: bool = True  # normalise the advantages of each minibatch to mean 0, standard deviation 1
     clip_coef: float = 0.1  # ε: the ratio of new to old probability is clipped to 1 ± ε
     clip_vloss: bool = False  # also clip the change of the value to ±ε ([Matters], §3)
-    target_kl: float | None = None  # stop an iteration after an epoch whose KL divergence exceeds this
+    target_kl: float | None = (
+        None  # stop an iteration after an epoch whose last minibatch has a KL above this
+    )
     ent_coef: float = 0.01  # c₂: weight of the entropy bonus
     vf_coef: float = 0.5  # c₁: weight of the value loss, ½ (V - return)²
     max_grad_norm: float = 0.5  # clip the gradient to this global norm
@@ -295,8 +294,8 @@ def collect_rollout(
         images, rewards[t], terminated[t], truncated[t], info = envs.step(actions[t])
         obs[t + 1], rollout.infos[t] = torch.as_tensor(images), info
         if "episode" in info:  # a whole game, while `terminated` is also true where a life is lost
-            over = info["_episode"]
-            episodes += zip(info["episode"]["r"][over], info["episode"]["l"][over], strict=True)
+            ended = info["_episode"]
+            episodes += zip(info["episode"]["r"][ended], info["episode"]["l"][ended], strict=True)
     _, rollout.values[-1] = forward(obs[-1])
     valid[1:] = ~(terminated | truncated)[:-1]
     return episodes
@@ -324,17 +323,17 @@ def compute_gradients(agent: Agent, minibatch: Batch, args: Args) -> dict[str, T
 
 @torch.no_grad()
 def distance_moved(agent: Agent, batch: Batch) -> float:
-    """KL divergence of the current policy from the one that acted, in nats."""
+    """KL divergence of the current policy from the one that acted, in nats; of a minibatch, to save time."""
     policy, _ = agent(batch.obs)
     return mean(kl_divergence(batch.old_policy, policy), batch.weights).item()
 
 
 def update(
-    agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, args: Args, state: State
+    agent: Agent, optimizer: Adam, gradients: Callable, batch: Batch, args: Args, state: State
 ) -> dict[str, float]:
     """K epochs of gradient steps on shuffled minibatches. Returns mean metrics; "kl" is of the last one.
 
-    `compute` is compute_gradients, as a function of the minibatch's columns.
+    `gradients` is compute_gradients, as a function of the minibatch's columns.
     """
     valid = batch.weights > 0
     errors, returns = (batch.returns - batch.old_values)[valid], batch.returns[valid]
@@ -349,18 +348,18 @@ def update(
         order = torch.randperm(len(batch.obs)).to(args.device)
         for rows in order.tensor_split(args.num_minibatches):
             minibatch = Batch(*(column[rows] for column in batch))
-            step = compute(*minibatch)
+            step_metrics = gradients(*minibatch)
             optimizer.step()
-            steps.append(torch.stack([*step.values()]))  # a copy, as the next step may overwrite them
+            steps.append(torch.stack([*step_metrics.values()]))  # a copy: a CUDA graph overwrites them
         if args.target_kl is not None and distance_moved(agent, minibatch) > args.target_kl:
             break
-    metrics |= dict(zip(step, torch.stack(steps).mean(0).tolist(), strict=True))
+    metrics |= dict(zip(step_metrics, torch.stack(steps).mean(0).tolist(), strict=True))
     metrics["kl"] = distance_moved(agent, minibatch)
     return metrics
 
 
 def recorded(function: Callable, *examples: Tensor) -> Callable:
-    """A function of tensors, recorded as a CUDA graph: its many small kernels then start as one.
+    """A function of tensors, recorded as a CUDA graph: its many small kernels are then launched as one.
 
     All calls must have the shapes of the examples. What it returns is overwritten by the next call. Weights
     must change in place, as an optimizer changes them. Without CUDA, it is the function itself.
@@ -368,13 +367,15 @@ def recorded(function: Callable, *examples: Tensor) -> Callable:
     if not examples[0].is_cuda:
         return function
     inputs = [example.clone() for example in examples]
+    torch.cuda.set_device(inputs[0].device)
+    stream = torch.cuda.Stream()
     torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):  # trial runs, in which libraries choose their kernels
+    with torch.cuda.stream(stream):  # trial runs, in which libraries choose their kernels
         for _ in range(3):
             function(*inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         outputs = function(*inputs)
 
     def replay(*values: Tensor) -> Any:
@@ -390,7 +391,7 @@ def train(args: Args) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation. Ctrl-C saves and stops, without an evaluation.
 
     Returns "checkpoint" (its path), "training_return" (mean of the last 100 episodes) and "greedy_returns"
-    (of the evaluation's episodes). Raises `ValueError` for settings that cannot be right. With `resume`, the
+    (of the evaluation's episodes). Raises `ValueError` for invalid settings. With `resume`, the
     other settings are still those of `args`: only the command line takes them from the checkpoint.
     """
     check_args(args)
@@ -409,7 +410,7 @@ def train(args: Args) -> dict:
     state = State(args.learning_rate)
     rollout = Rollout(args, num_actions)
     example = [column[: len(column) // args.num_minibatches] for column in make_batch(rollout, args)]
-    compute = recorded(lambda *columns: compute_gradients(agent, Batch(*columns), args), *example)
+    gradients = recorded(lambda *columns: compute_gradients(agent, Batch(*columns), args), *example)
     with torch.no_grad():
         forward = recorded(agent, rollout.obs[0])
     if args.resume:
@@ -424,7 +425,7 @@ def train(args: Args) -> dict:
             state.learning_rate = args.learning_rate * (remaining if args.anneal_lr else 1)
             episodes = collect_rollout(envs, forward, rollout, args)
             batch = make_batch(rollout, args)
-            metrics = update(agent, optimizer, compute, batch, args, state)
+            metrics = update(agent, optimizer, gradients, batch, args, state)
             state.global_step += int(batch.weights.sum())
             run.log(metrics, episodes)
         envs.close()
@@ -451,7 +452,7 @@ def seed_everything(seed: int) -> int:
 
 
 def check_args(args: Args) -> None:
-    """Raise `ValueError` for settings that cannot be right."""
+    """Raise `ValueError` for invalid settings."""
     size = args.num_envs * args.num_steps
     sizes = size, args.num_minibatches, args.update_epochs, args.num_threads, args.eval_episodes
     devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
@@ -472,23 +473,16 @@ def check_args(args: Args) -> None:
     if "game" not in gym.spec(args.env_id).kwargs:
         raise ValueError(f"{args.env_id} is not an Atari game: use ppo.py or ppo_continuous.py")
     try:
-        make_envs(args, 1).close()
+        envs = make_envs(args, 1)
     except (ValueError, TypeError) as error:
         raise ValueError(f"--env-kwargs {args.env_kwargs}: {error}") from error
+    envs.close()
     if path := args.resume or args.evaluate:
+        _, content = load_checkpoint(path)
         try:
-            load_policy(path)
-        except (RuntimeError, KeyError) as error:
-            raise ValueError(f"{path} is of another script") from error
-
-
-def plan(args: Args) -> str:
-    """What a run with these settings does."""
-    size, steps = args.num_envs * args.num_steps, args.update_epochs * args.num_minibatches
-    return f"""{args.env_id}: {args.total_timesteps:,.0f} steps, rounded up to full rollouts, seed {args.seed}
-rollout    {args.num_envs} environments x {args.num_steps} steps = {size:,} transitions, minus filler rows
-update     {args.update_epochs} epochs x {args.num_minibatches} minibatches = {steps} gradient steps
-schedules  learning rate {args.learning_rate:g}{" to 0" * args.anneal_lr}"""
+            Agent(args, int(envs.single_action_space.n)).load_state_dict(content["agent"])
+        except RuntimeError as error:
+            raise ValueError(f"{path} is of another script, or not for {args.env_id}") from error
 
 
 # ------------------------------------------------- Environments --------------------------------------------
@@ -580,22 +574,26 @@ class Run:
 
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
             wandb.init(**names, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
-        print(f"{plan(args)}\nfolder     {folder}", flush=True)
+        size = args.num_envs * args.num_steps
+        print(f"{args.env_id}: {args.total_timesteps:,.0f} steps in rollouts of {size:,}, seed {args.seed}")
+        print(f"update     {args.update_epochs} epochs x {args.num_minibatches} minibatches per rollout")
+        print(f"folder     {folder}", flush=True)
         if args.resume:
             print(f"resumed    after {state.global_step:,} of {args.total_timesteps:,.0f} steps")
         self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)
         rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
-        shutil.copy(__file__, folder)  # so that `plot.py` tells runs of changed copies apart
+        # A copy of this file, so that `plot.py` tells runs of changed copies apart.
+        Path(folder, Path(__file__).name).write_bytes(Path(__file__).read_bytes())
         self.streaks = [0] * len(ADVICE)
         self.returns: list[float] = []  # of all episodes
         self.average = math.nan  # of the last 100
-        self.time, self.step, self.printed = time.monotonic(), state.global_step, 0.0
-        self.keep()
+        self.last_time, self.last_step, self.last_print = time.monotonic(), state.global_step, 0.0
+        self.snapshot()
         self.save()
 
-    def keep(self) -> None:
-        """Keep what a checkpoint holds: it is of a whole iteration, even if the next one is interrupted."""
+    def snapshot(self) -> None:
+        """Copy the state after a whole iteration: if the next one is interrupted, this is what is saved."""
         content = {"args": asdict(self.args), "state": asdict(self.state), "random": torch.get_rng_state()}
         content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
         self.content = deepcopy(content)
@@ -605,7 +603,7 @@ class Run:
         self.writer.flush()  # first, so that the curves have no gap where training resumes
         torch.save(self.content, self.path.with_suffix(".tmp"))
         self.path.with_suffix(".tmp").replace(self.path)
-        self.saved = time.monotonic()
+        self.last_save = time.monotonic()
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
         """Log an iteration, print progress and advice, and save a checkpoint every minute."""
@@ -620,21 +618,21 @@ class Run:
                 scalars[f"charts/episodic_return{suffix}"] = statistic(returns)
             scalars["charts/episodic_return_100"] = self.average = float(np.mean(self.returns[-100:]))
             scalars["charts/episodic_length"] = lengths.mean()
-        scalars["charts/SPS"] = speed = (step - self.step) / (now - self.time)
-        self.time, self.step = now, step
+        scalars["charts/SPS"] = speed = (step - self.last_step) / (now - self.last_time)
+        self.last_time, self.last_step = now, step
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
         texts = advise(metrics | self.progress(), self.streaks)
         for text in texts:
             self.writer.add_text("advice", text, step)
-        if texts or step >= args.total_timesteps or now - self.printed > 5:
-            self.printed = now
+        if texts or step >= args.total_timesteps or now - self.last_print > 5:
+            self.last_print = now
             shown = f"return {self.average:.5g}" if self.returns else "no episode has ended yet"
             minutes = max(args.total_timesteps - step, 0) / speed / 60
             line = f"{step:>10,} steps  {shown}  KL {max(metrics['kl'], 0):.4f}"
             print("\n".join([f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", *texts]), flush=True)
-        self.keep()
-        if now - self.saved > 60:
+        self.snapshot()
+        if now - self.last_save > 60:
             self.save()
 
     def progress(self) -> dict[str, float]:
@@ -645,7 +643,7 @@ class Run:
         return {"progress": self.state.global_step / self.args.total_timesteps, "gain": float(gain)}
 
     def finish(self) -> dict:
-        """Save, evaluate unless training was stopped, and say what can be done next. Returns the results."""
+        """Save, evaluate unless training was stopped, and close the log. Returns the results."""
         self.save()
         results = {"checkpoint": str(self.path), "training_return": self.average}
         if self.state.global_step >= self.args.total_timesteps:
@@ -737,7 +735,7 @@ def parse_args() -> Args:
 
 
 def main() -> None:
-    """The command line. Exit status: 2 for what cannot be right."""
+    """The command line. Invalid settings end with exit status 2."""
     try:
         args = parse_args()
     except (ValueError, OSError, ImportError, gym.error.Error) as error:

@@ -24,12 +24,12 @@ ORIGINALS = {
 }
 DIFFERENT = {  # script: units of its original that differ there on purpose, or are absent
     "ppo_continuous.py": "mlp Agent.__init__ Agent.policy log_prob entropy kl_divergence Batch State "
-    "ppo_loss Rollout.__init__ collect_rollout make_batch update adjust_coefficients train check_args plan "
+    "ppo_loss Rollout.__init__ collect_rollout make_batch update adjust_coefficients train check_args "
     "ADVICE load_policy --adapt",
     "ppo_atari.py": "mlp RunningMoments RunningMoments.__init__ RunningMoments.update Agent Agent.__init__ "
     "Agent.normalize Agent.policy Agent.value Batch ppo_loss Rollout Rollout.__init__ collect_rollout "
     "scale_rewards make_batch distance_moved update train check_args "
-    "State adjust_coefficients plan make_env make_envs load_policy evaluate RUN_ONLY parse_args main",
+    "State adjust_coefficients make_env make_envs load_policy evaluate RUN_ONLY parse_args main",
     "grpo.py": "PRETRAINED SHOWN ScalarModel ScalarModel.__init__ ScalarModel.forward Models Models.__init__ "
     "Task score whiten token_rewards compute_gae Batch ppo_loss collect update train evaluate PRODUCTS "
     "(TONES,GOOD,BAD) WORDS make_reviews write_review human tastes learn_from_comparisons load_pretrained "
