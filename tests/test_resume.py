@@ -96,6 +96,16 @@ def test_every_part_of_a_checkpoint_counts(case, trained, tmp_path):
     assert not any(torch.equal(after[0], other) for other in after[1:])
 
 
+def test_resumed_episodes_are_whole(tmp_path):
+    """No episode that is logged was cut for any reason but its time limit, which is 7 steps here."""
+    words = flags(env_id="scripted_envs:StillBox-v0", num_envs=4, num_steps=16, eval_episodes=1)
+    assert call(CONTINUOUS, tmp_path, *words, "--total-timesteps", 200).status == 0
+    path = checkpoint_in(tmp_path)
+    words = ["--resume", path, "--env-id", "scripted_envs:StillBox-v0", "--total-timesteps", 400]
+    assert call(CONTINUOUS, tmp_path, *words).status == 0
+    assert set(curves(path.parent)["charts/episodic_length"].values()) == {7}
+
+
 ADAPTED = {  # what is adapted: flags, and the factor of a step
     "kl_coef": ("--surrogate kl-penalty --adapt kl-coef --desired-kl 1000", 2),
     "clip_coef": ("--adapt clip-coef --desired-kl 1e-9", 2),

@@ -147,3 +147,18 @@ def test_bounds_of_actions(name):
     acted = CONTINUOUS.script.rescale(np.float32(actions), box)
     np.testing.assert_allclose(acted, expected, rtol=1e-6)
     assert all(box.contains(action) for action in acted)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"),
+    [(np.int8, -100, 100), (np.uint8, 100, 200), (np.int16, -20000, 20000), (np.int64, 0, 3)],
+)
+def test_integer_actions(dtype, low, high):
+    """They are rounded, and do not overflow."""
+    box = spaces.Box(low, high, (3,), dtype)
+    actions = np.float32([[-1, 0, 1], [0.26, 3, -9], [-0.5, 0.5, 0.9]])
+    middle, half = (low + high) / 2, (high - low) / 2
+    expected = np.clip(np.round(middle + half * actions.astype(float)), low, high)
+    acted = CONTINUOUS.script.rescale(actions, box)
+    np.testing.assert_array_equal(acted, expected)
+    assert all(box.contains(action) for action in acted)
