@@ -98,7 +98,8 @@ def test_every_part_of_a_checkpoint_counts(case, trained, tmp_path):
 
 def test_resumed_episodes_are_whole(tmp_path):
     """No episode that is logged was cut for any reason but its time limit, which is 7 steps here."""
-    words = flags(env_id="scripted_envs:StillBox-v0", num_envs=4, num_steps=16, eval_episodes=1)
+    sizes = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "eval_episodes": 1}
+    words = flags(env_id="scripted_envs:StillBox-v0", **sizes)
     assert call(CONTINUOUS, tmp_path, *words, "--total-timesteps", 200).status == 0
     path = checkpoint_in(tmp_path)
     words = ["--resume", path, "--env-id", "scripted_envs:StillBox-v0", "--total-timesteps", 400]
