@@ -143,7 +143,10 @@ class RunningMoments(nn.Module):
 
 
 class Agent(nn.Module):
-    """Actor and critic, with the running statistics they depend on: a saved agent is complete."""
+    """Actor and critic, with the running statistics they depend on: a saved agent is complete.
+
+    All of its parameters are learnt; freeze those of other networks (`requires_grad_(False)`).
+    """
 
     def __init__(self, args: Args, obs_space: gym.spaces.Box, num_actions: int):
         super().__init__()
@@ -163,7 +166,7 @@ class Agent(nn.Module):
 
     def policy(self, obs: Tensor) -> Tensor:
         """π(·|s), as log-probabilities [..., A], for normalised observations [..., D]."""
-        return torch.log_softmax(self.actor(obs), -1)
+        return torch.log_softmax(self.actor(obs), -1)  # to forbid an action: logit -1e8, not -inf
 
     def value(self, obs: Tensor) -> Tensor:
         """V(s) [...] for normalised observations [..., D]."""
@@ -389,6 +392,7 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, state: State
             break
     for name in steps[0]:
         metrics[name] = torch.stack([each[name] for each in steps]).mean().item()
+    metrics["first_approx_kl"] = steps[0]["approx_kl"].item()  # before the first step: 0, up to rounding
     metrics["kl"] = distance_moved(agent, batch)
     return metrics
 
@@ -486,14 +490,14 @@ def check_args(args: Args) -> None:
     """Raise `ValueError` for invalid settings."""
     size = args.num_envs * args.num_steps
     sizes = size, args.num_minibatches, args.update_epochs, args.hidden_size, args.eval_episodes
-    adaptable = "learning-rate", "clip-coef" if args.surrogate == "clip" else "kl-coef", "none"
+    absent = "kl-coef" if args.surrogate == "clip" else "clip-coef"
     devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     for wrong, reason in [
         (args.seed < 0, "--seed must not be negative"),
         (min(sizes) < 1 or not args.learning_rate > 0, "sizes and --learning-rate must be positive"),
         (4 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 4} for this rollout"),
         (size > args.total_timesteps, f"--total-timesteps must be at least {size}, the size of a rollout"),
-        (args.adapt not in adaptable, f"--surrogate {args.surrogate} has no {args.adapt}"),
+        (args.adapt == absent, f"--surrogate {args.surrogate} has no {absent}"),
         (args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy"),
         (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
         (not devices.get(args.device.split(":")[0]), f"--device {args.device} is not there; use cpu"),
@@ -515,18 +519,21 @@ def check_args(args: Args) -> None:
             load_policy(path, env)
         except RuntimeError as error:
             raise ValueError(f"{path} is of another script, or not for {args.env_id}") from error
+        done = load_checkpoint(path)[1]["state"]["global_step"]
+        if args.resume and done >= args.total_timesteps:
+            raise ValueError(f"{path} has {done} steps: raise --total-timesteps, or --evaluate it")
 
 
 # ------------------------------------------------- Environments --------------------------------------------
 
 
 def make_env(args: Args, **kwargs) -> gym.Env:
-    """One environment. Put your own here, or wrappers."""
+    """One environment. Put your own here, or wrappers; --env-id is then only a name."""
     return gym.make(args.env_id, **json.loads(args.env_kwargs) | kwargs)
 
 
 def make_envs(args: Args) -> VectorEnv:
-    """N environments with flat observations, in this process or in one each."""
+    """N environments, in this process or in one each. Observations are flat, dicts in alphabetical order."""
     seed = seed_everything(args.seed)
 
     def make(index: int) -> gym.Env:
@@ -540,10 +547,12 @@ def make_envs(args: Args) -> VectorEnv:
 # ------------------------------------------------- Advice --------------------------------------------------
 
 ADVICE = [  # iterations in a row; condition on the metrics; what to do
+    (1, lambda m: m["first_approx_kl"] > 0.01,
+     "KL > 0.01 before the first gradient step: acting and learning do not compute the same policy"),
     (1, lambda m: m["kl"] > 1,
-     "KL > 1: the policy jumped; check --learning-rate, the loss, and that acting and learning agree"),
+     "KL > 1: the update was too large; check --learning-rate and the sign of the loss"),
     (5, lambda m: m["kl"] > 0.05,
-     "KL > 0.05: lower --learning-rate or --update-epochs; if KL stays, acting and learning may differ"),
+     "KL > 0.05: updates are too large; lower --learning-rate or --update-epochs"),
     (20, lambda m: m["kl"] < 1e-6 and m["progress"] < 0.5 and not m["gain"] > 1,
      "KL < 1e-6: the policy hardly changes; --learning-rate is too low or far too high, or no step is taken"),
     (20, lambda m: m["explained_variance"] < 0.05 and m["critic_error"] > 0.03 and m["progress"] > 0.1,

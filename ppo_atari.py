@@ -354,6 +354,8 @@ def update(
         if args.target_kl is not None and distance_moved(agent, minibatch) > args.target_kl:
             break
     metrics |= dict(zip(step_metrics, torch.stack(steps).mean(0).tolist(), strict=True))
+    first = dict(zip(step_metrics, steps[0].tolist(), strict=True))
+    metrics["first_approx_kl"] = first["approx_kl"]  # before the first step: 0, up to rounding
     metrics["kl"] = distance_moved(agent, minibatch)
     return metrics
 
@@ -483,6 +485,8 @@ def check_args(args: Args) -> None:
             Agent(args, int(envs.single_action_space.n)).load_state_dict(content["agent"])
         except RuntimeError as error:
             raise ValueError(f"{path} is of another script, or not for {args.env_id}") from error
+        if args.resume and content["state"]["global_step"] >= args.total_timesteps:
+            raise ValueError(f"{path} is finished: raise --total-timesteps, or --evaluate it")
 
 
 # ------------------------------------------------- Environments --------------------------------------------
@@ -533,10 +537,12 @@ class LostLives(gym.vector.VectorWrapper):
 # ------------------------------------------------- Advice --------------------------------------------------
 
 ADVICE = [  # iterations in a row; condition on the metrics; what to do
+    (1, lambda m: m["first_approx_kl"] > 0.01,
+     "KL > 0.01 before the first gradient step: acting and learning do not compute the same policy"),
     (1, lambda m: m["kl"] > 1,
-     "KL > 1: the policy jumped; check --learning-rate, the loss, and that acting and learning agree"),
+     "KL > 1: the update was too large; check --learning-rate and the sign of the loss"),
     (5, lambda m: m["kl"] > 0.05,
-     "KL > 0.05: lower --learning-rate or --update-epochs; if KL stays, acting and learning may differ"),
+     "KL > 0.05: updates are too large; lower --learning-rate or --update-epochs"),
     (20, lambda m: m["kl"] < 1e-6 and m["progress"] < 0.5 and not m["gain"] > 1,
      "KL < 1e-6: the policy hardly changes; --learning-rate is too low or far too high, or no step is taken"),
     (20, lambda m: m["explained_variance"] < 0.05 and m["critic_error"] > 0.03 and m["progress"] > 0.1,

@@ -147,7 +147,10 @@ class RunningMoments(nn.Module):
 
 
 class Agent(nn.Module):
-    """Actor and critic, with the running statistics they depend on: a saved agent is complete."""
+    """Actor and critic, with the running statistics they depend on: a saved agent is complete.
+
+    All of its parameters are learnt; freeze those of other networks (`requires_grad_(False)`).
+    """
 
     def __init__(self, args: Args, obs_space: gym.spaces.Box, action_size: int):
         super().__init__()
@@ -418,6 +421,7 @@ def update(
             break
     for name in steps[0]:
         metrics[name] = torch.stack([each[name] for each in steps]).mean().item()
+    metrics["first_approx_kl"] = steps[0]["approx_kl"].item()  # before the first step: 0, up to rounding
     metrics["kl"] = distance_moved(agent, batch)
     stds = agent.policy(batch.obs).chunk(2, -1)[1].exp()
     metrics |= {"std": stds.mean().item(), "std_min": stds.min().item(), "std_max": stds.max().item()}
@@ -555,18 +559,21 @@ def check_args(args: Args) -> None:
             load_policy(path, env)
         except RuntimeError as error:
             raise ValueError(f"{path} is of another script, or not for {args.env_id}") from error
+        done = load_checkpoint(path)[1]["state"]["global_step"]
+        if args.resume and done >= args.total_timesteps:
+            raise ValueError(f"{path} has {done} steps: raise --total-timesteps, or --evaluate it")
 
 
 # ------------------------------------------------- Environments --------------------------------------------
 
 
 def make_env(args: Args, **kwargs) -> gym.Env:
-    """One environment. Put your own here, or wrappers."""
+    """One environment. Put your own here, or wrappers; --env-id is then only a name."""
     return gym.make(args.env_id, **json.loads(args.env_kwargs) | kwargs)
 
 
 def make_envs(args: Args) -> VectorEnv:
-    """N environments with flat observations, in this process or in one each."""
+    """N environments, in this process or in one each. Observations are flat, dicts in alphabetical order."""
     seed = seed_everything(args.seed)
 
     def make(index: int) -> gym.Env:
@@ -591,10 +598,12 @@ def rescale(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
 # ------------------------------------------------- Advice --------------------------------------------------
 
 ADVICE = [  # iterations in a row; condition on the metrics; what to do
+    (1, lambda m: m["first_approx_kl"] > 0.01,
+     "KL > 0.01 before the first gradient step: acting and learning do not compute the same policy"),
     (1, lambda m: m["kl"] > 1,
-     "KL > 1: the policy jumped; check --learning-rate, the loss, and that acting and learning agree"),
+     "KL > 1: the update was too large; check --learning-rate and the sign of the loss"),
     (5, lambda m: m["kl"] > 0.05,
-     "KL > 0.05: lower --learning-rate or --update-epochs; if KL stays, acting and learning may differ"),
+     "KL > 0.05: updates are too large; lower --learning-rate or --update-epochs"),
     (20, lambda m: m["kl"] < 1e-6 and m["progress"] < 0.5 and not m["gain"] > 1,
      "KL < 1e-6: the policy hardly changes; --learning-rate is too low or far too high, or no step is taken"),
     (20, lambda m: m["explained_variance"] < 0.05 and m["critic_error"] > 0.03 and m["progress"] > 0.1,

@@ -139,9 +139,11 @@ def test_what_a_run_prints(case, trained, tmp_path):
     assert re.search(evaluated, done.printed, re.MULTILINE)
     (words,) = re.findall(rf"^resume +python {case.file} (.+)$", done.printed, re.MULTILINE)
     shutil.copytree(done.folder / "runs", tmp_path / "runs")
-    over = call(case, tmp_path, *words.split())
-    assert over.status == 0
-    assert f"after {saved['state']['global_step']} of 300 steps" in over.out
+    over = call(case, tmp_path, *words.split())  # it is finished, which is said
+    assert over.status == 2
+    assert "raise --total-timesteps" in over.err
+    assert load(checkpoint_in(tmp_path))["args"] == saved["args"]
+    assert call(case, tmp_path, *words.split(), "--total-timesteps", 500).status == 0
     saved["args"] |= {"device": "cuda:9", "track": True, "evaluate": "none.pt"}
     torch.save(saved, tmp_path / "checkpoint.pt")
     resumed = run(case, tmp_path, "--resume", "checkpoint.pt", total_timesteps=600)

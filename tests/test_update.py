@@ -245,6 +245,7 @@ def test_metrics_of_an_update(case):
     assert len(recorder.metrics) == 9
     expected = {"explained_variance": 1 - advantages.var() / returns.var()}
     expected["critic_error"] = np.linalg.norm(advantages) / np.linalg.norm(returns)
+    expected["first_approx_kl"] = recorder.metrics[0]["approx_kl"].item()
     for name in recorder.metrics[0]:
         expected[name] = np.mean([step[name].item() for step in recorder.metrics])
     assert metrics["clipfrac"] > 0
@@ -461,8 +462,8 @@ def test_a_policy_that_acts_otherwise_is_seen(case, tmp_path, monkeypatch):
 
     monkeypatch.setattr(case.script, "Agent", Agent)
     done = run(case, tmp_path, total_timesteps=300)
-    assert "acting and learning agree" in done.out
-    assert min(curves(checkpoint_in(tmp_path).parent)["losses/kl"].values()) > 1
+    assert "acting and learning do not compute the same policy" in done.out
+    assert min(curves(checkpoint_in(tmp_path).parent)["losses/first_approx_kl"].values()) > 0.1
 
 
 @each_script
