@@ -244,12 +244,12 @@ def test_figures(tmp_path):
 
 @pytest.mark.slow
 def test_throughput_command(copy):
-    """A round compares both variants of two copies of a script with the peer, and stores nothing."""
+    """A round compares two copies of a script with the peer, and stores nothing."""
     before = (ROOT / "benchmarks/throughput.json").read_bytes()
     flags = ["--env-id", "CartPole-v1", "--num-envs", "2", "--rounds", "1", "--timesteps", "1024"]
     command = [sys.executable, str(ROOT / "benchmarks/throughput.py"), *flags, "--script-dir", str(copy)]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for variant in ("eager", "`--compile`", "Stable-Baselines3"):
+    for variant in ("eager", "Stable-Baselines3"):
         row = rf"\| CartPole-v1, N = 2 \| {variant} \| ([\d,]+) \|"
         speeds = [int(speed.replace(",", "")) for speed in re.findall(row, output)]
         assert len(speeds) == 2
