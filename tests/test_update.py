@@ -378,7 +378,7 @@ def test_what_cannot_be_compiled_is_an_error():
     compiled = case.script.compiled(case.script.compute_gradients)
     with (
         mock.patch.object(case.script, "ppo_loss", reads_a_number),
-        pytest.raises(torch._dynamo.exc.Unsupported),
+        pytest.raises(torch._dynamo.exc.TorchDynamoException),
     ):
         compiled(agent, batch, args, state)
 
