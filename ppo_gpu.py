@@ -91,7 +91,7 @@ class Args:  # the trailing comments become --help
     anneal_lr: bool = True  # decay the learning rate linearly to 0
     gamma: float = 0.95  # γ: discount factor
     gae_lambda: float = 0.95  # λ: trades bias (0) against variance (1) of the advantages
-    update_epochs: int = 4  # K: passes over each rollout
+    update_epochs: int = 10  # K: passes over each rollout
     num_minibatches: int = 8  # minibatches per epoch, one gradient step each
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
     desired_kl: float | None = None  # adapt the learning rate to this KL divergence per iteration, in nats
@@ -150,9 +150,7 @@ class Agent(nn.Module):
     def __init__(self, args: Args, obs_size: int, actor_obs_size: int, action_size: int):
         super().__init__()
         self.actor_obs_size = actor_obs_size  # the critic sees more (Pinto et al. 2017, arXiv:1710.06542)
-        self.actor = mlp(
-            actor_obs_size, args.hidden_size, action_size, last_gain=0.01
-        )  # means near 0 at first
+        self.actor = mlp(actor_obs_size, args.hidden_size, action_size, last_gain=0.01)  # near 0 at first
         self.log_std = nn.Parameter(torch.full((action_size,), args.init_log_std))  # the same in all states
         self.critic = mlp(obs_size, args.hidden_size, 1, last_gain=1.0)
         self.obs_moments, self.return_moments = RunningMoments(obs_size), RunningMoments(1)
@@ -284,10 +282,9 @@ def collect_rollout(envs: Any, choose: Callable, steps: int, obs: Tensor) -> tup
     rows = []
     for _ in range(steps):
         actions, log_probs = choose(obs)
-        following, rewards, terminated, truncated, last_obs = envs.step(actions)
-        row = obs, actions, log_probs, rewards, terminated, truncated, last_obs
-        rows.append([x.clone() for x in row])  # the next step may write to the same memory
-        obs = following
+        following, *results = envs.step(actions)
+        rows.append([x.clone() for x in (obs, actions, log_probs, *results)])
+        obs = following.clone()  # the next step may write to the same memory
     return Rollout(*(torch.stack(column) for column in zip(*rows, strict=True))), obs
 
 
@@ -325,11 +322,8 @@ def make_batch(agent: Agent, sums: Tensor, args: Args, *columns: Tensor) -> tupl
     return Batch(*(column.flatten(0, 1) for column in batch)), results
 
 
-def learn(agent: Agent, optimizer: Adam, args: Args, order: Tensor, *columns: Tensor) -> dict:
-    """An epoch: a gradient step on each minibatch of a batch, whose rows are taken in this order [B].
-
-    Returns mean metrics.
-    """
+def learn(agent: Agent, optimizer: Adam, args: Args, order: Tensor, *columns: Tensor) -> dict[str, Tensor]:
+    """An epoch: a gradient step on each minibatch of a batch, in this order [B]. Returns mean metrics."""
     batch, steps = Batch(*columns), []
     for rows in order.tensor_split(args.num_minibatches):
         loss, metrics = ppo_loss(agent, Batch(*(column[rows] for column in batch)), args)
@@ -340,7 +334,7 @@ def learn(agent: Agent, optimizer: Adam, args: Args, order: Tensor, *columns: Te
         metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
         optimizer.step()
         steps.append(metrics)
-    return {name: torch.stack([metrics[name] for metrics in steps]).mean() for name in metrics}
+    return {name: torch.stack([each[name] for each in steps]).mean() for name in metrics}
 
 
 def update(epoch: Callable, batch: Batch, args: Args) -> dict[str, float]:
@@ -356,12 +350,13 @@ def update(epoch: Callable, batch: Batch, args: Args) -> dict[str, float]:
 
 
 def recorded(function: Callable, changed: list[Tensor]) -> Callable:
-    """A function of tensors, which its first call records as a CUDA graph: its many small kernels start as one.
+    """A function of tensors, recorded as a CUDA graph by its first call: its many small kernels start as one.
 
     On a CPU, the function itself runs. A graph repeats the same kernels on the same memory: inputs keep their
     shapes, each call overwrites the results of the one before, and Python code does not run again. All else
-    that the function reads or changes, such as weights, must stay in its place, and numbers that change must be
-    tensors. `changed` are the tensors that it changes, apart from gradients: trial runs leave no trace there.
+    that the function reads or changes, such as weights, must stay in its place, and numbers that change must
+    be tensors. `changed` are the tensors that it changes, apart from gradients: trial runs leave no trace.
+    See "CUDA Graphs" in PyTorch's notes on CUDA semantics.
     """
     graph, inputs, results = None, [], None
 
@@ -407,11 +402,10 @@ def record(envs: Any, agent: Agent, optimizer: Adam, sums: Tensor, args: Args) -
 def train(args: Args, envs: Any = None) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation. Ctrl-C saves and stops, without an evaluation.
 
-    `envs` are those of make_envs, if none are given. Returns "checkpoint" (its path), "training_return" (mean
-    of the last 100 episodes) and "greedy_returns" (of the evaluation's episodes). Raises `ValueError` for
-    settings that cannot be right. With `resume`, the other settings are still those of `args`: only the command
-    line takes them from the checkpoint. Under torchrun, the first process logs, saves and evaluates; the others
-    return nothing.
+    Returns "checkpoint" (its path), "training_return" (mean of the last 100 episodes) and "greedy_returns"
+    (of the evaluation's episodes). Raises `ValueError` for settings that cannot be right. With `resume`, the
+    other settings are still those of `args`: only the command line takes them from the checkpoint. Under
+    torchrun, the first process logs, saves and evaluates; the others return nothing.
     """
     check_args(args)
     envs = make_envs(args) if envs is None else envs
@@ -427,9 +421,9 @@ def train(args: Args, envs: Any = None) -> dict:
     sums = torch.zeros(3, args.num_envs, device=args.device)
     sums[1] = math.nan  # the returns of these first, shortened episodes, which are not logged
     if isinstance(envs, nn.Module) and PROCESSES == 1:
-        state.episodes = {"obs": obs, "sums": sums, **{f"envs.{name}": x for name, x in envs.named_buffers()}}
+        state.episodes = {"obs": obs, "sums": sums, **envs.state_dict(prefix="envs.")}
     if args.resume:
-        restore(args, agent, optimizer, state)
+        restore(args.resume, args, agent, optimizer, state)
     learning_rate = torch.as_tensor(optimizer.param_groups[0]["lr"], device=args.device)
     optimizer.param_groups[0]["lr"] = learning_rate  # a tensor, as it changes
     collect, prepare, epoch = record(envs, agent, optimizer, sums, args)
@@ -443,13 +437,10 @@ def train(args: Args, envs: Any = None) -> dict:
             batch, results = prepare(*rollout)
             metrics = update(epoch, batch, args)
             if args.desired_kl is not None:
-                direction = (metrics["approx_kl"] > 1.5 * args.desired_kl) - (
-                    metrics["approx_kl"] < args.desired_kl / 1.5
-                )
-                learning_rate.mul_(1.5**-direction).clamp_(1e-5, scheduled)
+                ratio = metrics["approx_kl"] / args.desired_kl
+                learning_rate.mul_(1.5 ** ((ratio < 1 / 1.5) - (ratio > 1.5))).clamp_(1e-5, scheduled)
             state.global_step += len(batch.obs) * PROCESSES
-            if state.episodes:
-                state.episodes["obs"] = obs
+            state.episodes |= {"obs": obs} if state.episodes else {}
             if run:
                 run.log(metrics, finished_episodes(rollout, results))
         if PROCESSES > 1:
@@ -471,7 +462,7 @@ def train(args: Args, envs: Any = None) -> dict:
 
 
 def make_optimizer(agent: Agent, args: Args) -> Adam:
-    """Adam, with the tensors that it would otherwise make in its first step: a graph needs them in their place."""
+    """Adam, with the tensors that its first step would make: a CUDA graph needs them in their place."""
     on_gpu = args.device == "cuda"
     optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True, capturable=on_gpu)
     for parameter in agent.parameters():
@@ -494,6 +485,7 @@ def check_args(args: Args) -> None:
     size = args.num_envs * args.num_steps
     sizes = size, args.num_minibatches, args.update_epochs, args.hidden_size
     devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    has_envs = not args.env_id.isidentifier() or args.env_id == "Pendulum" or find_spec("mujoco_playground")
     for wrong, reason in [
         (min(sizes) < 1 or not args.learning_rate > 0, "sizes and --learning-rate must be positive"),
         (not 0 <= args.gamma <= 1, "--gamma must be from 0 to 1"),
@@ -502,10 +494,7 @@ def check_args(args: Args) -> None:
         (args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy"),
         (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
         (not devices.get(args.device), f"--device {args.device} is not there; use cpu"),
-        (
-            args.env_id.isidentifier() and args.env_id != "Pendulum" and not find_spec("mujoco_playground"),
-            f"{args.env_id} needs: pip install playground, and for a GPU 'jax[cuda13]'",
-        ),
+        (not has_envs, f"{args.env_id} needs: pip install playground, on a GPU also 'jax[cuda13]'"),
     ]:
         if wrong:
             raise ValueError(reason)
@@ -517,9 +506,9 @@ def check_args(args: Args) -> None:
 class Pendulums(nn.Module):
     """N pendulums: Gymnasium's Pendulum-v1 in PyTorch, and an example of what environments must have.
 
-    That is: the sizes, `max_steps` (the time limit), `steps` [N] of the current episodes, `reset` and `step`. If
-    they are a module whose buffers are all that `step` changes, each in its place, then a CUDA graph records the
-    steps, and a resumed run continues the episodes. For --capture-video, see `Playground`.
+    That is: the sizes, `max_steps` (the time limit), `steps` [N] of the current episodes, `reset` and `step`.
+    If they are a module whose buffers are all that `step` changes, each in its place, then a CUDA graph
+    records the steps, and a resumed run continues the episodes. --capture-video needs what `Playground` has.
     """
 
     obs_size = actor_obs_size = 3  # the actor sees the first numbers of an observation, the critic all
@@ -547,8 +536,8 @@ class Pendulums(nn.Module):
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Apply actions [N, A], in units of their bounds, and start a new episode wherever one has ended.
 
-        Returns the observations [N, D] to act on next, rewards [N], terminated [N], truncated (by the time limit)
-        [N], and the observations [N, D] that the actions led to, before new episodes started.
+        Returns the observations [N, D] to act on next; rewards, terminated and truncated (by the time limit),
+        each [N]; and the observations [N, D] that the actions led to, before new episodes started.
         """
         torque = 2 * actions.squeeze(-1).clamp(-1, 1)  # N m
         error = torch.remainder(self.angle + math.pi, 2 * math.pi) - math.pi
@@ -562,7 +551,7 @@ class Pendulums(nn.Module):
 
 
 class Playground:
-    """N environments of MuJoCo Playground. As in its own training, episodes start as an environment's first did."""
+    """N environments of MuJoCo Playground. As in its own training, an environment repeats its first start."""
 
     def __init__(self, args: Args):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory to PyTorch
@@ -577,52 +566,54 @@ class Playground:
         env = registry.load(args.env_id, config, {"impl": "jax"} if "impl" in config else None)
         self.env, self.action_size, self.max_steps = env, env.action_size, config.episode_length
         self.jax, self.key = jax, jax.random.key(args.seed + 1000 * RANK)
+        self.steps = torch.zeros(args.num_envs, device=args.device)
         obs = jax.eval_shape(env.reset, self.key).obs
         if isinstance(obs, dict) and obs.keys() != {"state", "privileged_state"}:
-            raise ValueError(f"{args.env_id} observes {', '.join(obs)}: only vectors are supported")
+            raise ValueError(f"{args.env_id} has observations {', '.join(obs)}: only vectors are supported")
         sizes = [part.shape[-1] for part in jax.tree.leaves(obs)]
         self.obs_size, self.actor_obs_size = sum(sizes), sizes[-1]
-        self.steps = torch.zeros(args.num_envs, device=args.device)
 
         def merge(obs: Any) -> Any:
-            """One array: first what the robot sees ("state"), then what only the simulator knows."""
+            """In one array, what the robot sees ("state"), then what only the simulator knows."""
             return jax.numpy.concatenate(jax.tree.leaves(obs)[::-1], -1)
 
+        def reset(key: Any) -> tuple:
+            state = env.reset(key)
+            return state, merge(state.obs)
+
         def step(state: Any, start: Any, action: Any, cut: Any) -> tuple:
-            """A step of one environment."""
             after = env.step(state, action)
             over = (after.done > 0) | cut
             first, last = (start.data, start.obs), (after.data, after.obs)
             data, obs = jax.tree.map(lambda x, y: jax.numpy.where(over, x, y), first, last)
-            results = merge(obs), after.reward, after.done > 0, merge(after.obs)
+            results = merge(obs), after.reward, after.done > 0, cut, merge(after.obs)
             return after.replace(data=data, obs=obs), results
 
-        self.merge, self.jit_step = jax.vmap(merge), jax.jit(jax.vmap(step))
-        self.jit_reset = jax.jit(jax.vmap(env.reset))
+        self.jit_reset, self.jit_step = jax.jit(jax.vmap(reset)), jax.jit(jax.vmap(step))
 
     def reset(self) -> Tensor:
         """As that of `Pendulums`."""
         self.key, key = self.jax.random.split(self.key)
-        self.state = self.start = self.jit_reset(self.jax.random.split(key, len(self.steps)))
+        self.start, obs = self.jit_reset(self.jax.random.split(key, len(self.steps)))
+        self.state = self.start
         self.steps.zero_()
-        return torch.from_dlpack(self.merge(self.state.obs))
+        return torch.from_dlpack(obs)
 
-    def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def step(self, actions: Tensor) -> tuple[Tensor, ...]:
         """As that of `Pendulums`."""
         self.steps += 1
-        cut = self.steps >= self.max_steps
-        inputs = map(self.jax.dlpack.from_dlpack, (actions.clamp(-1, 1), cut))
-        self.state, results = self.jit_step(self.state, self.start, *inputs)
-        obs, rewards, terminated, last_obs = map(torch.from_dlpack, results)
-        self.steps *= ~(terminated | cut)
-        return obs, rewards, terminated, cut, last_obs
+        action, cut = map(self.jax.dlpack.from_dlpack, (actions.clamp(-1, 1), self.steps >= self.max_steps))
+        self.state, results = self.jit_step(self.state, self.start, action, cut)
+        obs, rewards, terminated, truncated, last_obs = map(torch.from_dlpack, results)
+        self.steps *= ~(terminated | truncated)
+        return obs, rewards, terminated, truncated, last_obs
 
     def snapshot(self) -> Any:
         """The state of the first environment."""
         return self.jax.tree.map(lambda x: x[0], self.state)
 
     def render(self, snapshots: list) -> list[np.ndarray]:
-        """An image [H, W, 3] of each snapshot."""
+        """An image [H, W, 3] of each."""
         return self.env.render(snapshots)
 
 
@@ -630,10 +621,8 @@ def make_envs(args: Args) -> Any:
     """N environments on the device. Put your own here, with what `Pendulums` has."""
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if args.env_id == "Pendulum":
-        envs = Pendulums(args)
-    else:
-        envs = resolve_name(args.env_id)(args) if ":" in args.env_id else Playground(args)
+    make: Any = Pendulums if args.env_id == "Pendulum" else Playground
+    envs = resolve_name(args.env_id)(args) if ":" in args.env_id else make(args)
     if args.capture_video and not hasattr(envs, "render"):
         raise ValueError(f"{args.env_id} cannot be recorded: it has no render")
     check_step(envs, args)
@@ -659,10 +648,10 @@ def check_step(envs: Any, args: Args) -> None:
 # ------------------------------------------------- Logging and checkpoints ---------------------------------
 
 
-def finished_episodes(rollout: Rollout, results: Tensor) -> list[tuple[float, float]]:
-    """Returns and lengths of the episodes that ended in a rollout, from its `running_sums`, but for cut ones."""
+def finished_episodes(rollout: Rollout, results: Tensor) -> list[list[float]]:
+    """Return and length of each whole episode that ended in a rollout, from its `running_sums`."""
     ended = (rollout.terminated | rollout.truncated) & ~results[:, 1].isnan()
-    return [(returns, length) for returns, length in results[:, 1:].transpose(1, 2)[ended].tolist()]
+    return results[:, 1:].transpose(1, 2)[ended].tolist()
 
 
 class Run:
@@ -678,9 +667,9 @@ class Run:
 
             wandb.init(name=folder.name, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
         print(
-            f"{args.env_id}: {args.total_timesteps:,.0f} steps, seed {args.seed}\nfolder     {folder}",
-            flush=True,
+            f"{args.env_id}: {args.total_timesteps:,.0f} steps, rounded up to full rollouts, seed {args.seed}"
         )
+        print(f"folder     {folder}", flush=True)
         if args.resume:
             print(f"resumed    after {state.global_step:,} of {args.total_timesteps:,.0f} steps")
         self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)
@@ -705,7 +694,7 @@ class Run:
         self.path.with_suffix(".tmp").replace(self.path)
         self.saved = time.monotonic()
 
-    def log(self, metrics: dict[str, float], episodes: list[tuple[float, float]]) -> None:
+    def log(self, metrics: dict[str, float], episodes: list[list[float]]) -> None:
         """Log an iteration, print progress, and save a checkpoint every minute."""
         if not math.isfinite(metrics["approx_kl"] + metrics["grad_norm"]):
             raise FloatingPointError("not finite: look for NaN in the environment, or lower --learning-rate")
@@ -755,19 +744,17 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
         raise ValueError(f"{path} is not a checkpoint of this script") from error
 
 
-def restore(args: Args, agent: Agent, optimizer: Adam, state: State) -> None:
-    """Continue the training in which `args.resume` was saved, and its episodes if they were saved, too."""
-    _, content = load_checkpoint(args.resume)
+def restore(path: str, args: Args, agent: Agent, optimizer: Adam, state: State) -> None:
+    """Continue the training in which this checkpoint was saved, and its episodes if they were saved, too."""
+    _, content = load_checkpoint(path)
     agent.load_state_dict(content["agent"])
     optimizer.load_state_dict(content["optimizer"])
-    episodes = content["state"].pop("episodes")
-    vars(state).update(content["state"])
+    state.global_step, episodes = content["state"]["global_step"], content["state"]["episodes"]
     torch.manual_seed(args.seed + 1000 * RANK + state.global_step)
-    if state.episodes:
+    if [x.shape for x in episodes.values()] == [x.shape for x in state.episodes.values()]:
         torch.set_rng_state(content["random"])
-    for name, tensor in state.episodes.items():
-        if episodes[name].shape == tensor.shape:
-            tensor.copy_(episodes[name])
+        for name, x in state.episodes.items():
+            x.copy_(episodes[name])
 
 
 def load_policy(path: str | Path, device: str = "cpu") -> Callable:
