@@ -229,7 +229,9 @@ class State:
 def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss to minimise ([PPO], equation 9, negated), and metrics."""
     policy = agent.policy(batch.obs)
-    advantages = (batch.advantages - batch.advantages.mean()) / (batch.advantages.std() + 1e-8)
+    with torch.no_grad():  # normalised over the minibatches of all processes
+        advantages = batch.advantages - average(batch.advantages.mean())
+        advantages /= average(advantages.square().mean()).sqrt() + 1e-8
     log_ratio = log_prob(policy, batch.actions) - batch.old_log_probs
     ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s)
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
@@ -388,9 +390,13 @@ def recorded(function: Callable, changed: list[Tensor]) -> Callable:
 def record(envs: Any, agent: Agent, optimizer: Adam, sums: Tensor, args: Args) -> tuple[Callable, ...]:
     """collect_rollout, make_batch and learn; on a GPU, recorded."""
     graph = recorded if args.cuda_graphs else lambda function, changed: function
-    choose, learnt = partial(act, agent), list(agent.parameters())
-    for slots in optimizer.state.values():
-        learnt += slots.values()
+    choose, learnt = partial(act, agent), []
+    for (
+        parameter
+    ) in agent.parameters():  # Adam would make its tensors in its first step, and a graph needs them
+        zeros = torch.zeros_like(parameter)
+        slots = {"step": zeros.new_zeros(()), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+        learnt += [parameter, *optimizer.state.setdefault(parameter, slots).values()]
     if isinstance(envs, nn.Module):  # all T steps are one graph
         collect = graph(partial(collect_rollout, envs, choose, args.num_steps), [*envs.buffers()])
     else:
@@ -412,9 +418,12 @@ def train(args: Args, envs: Any = None) -> dict:
     torch.set_float32_matmul_precision("high")  # matrix products in TF32, on GPUs that have it
     torch.manual_seed(args.seed)  # all processes start with the same weights
     agent = Agent(args, envs.obs_size, envs.actor_obs_size, envs.action_size).to(args.device)
-    optimizer, state = make_optimizer(agent, args), State()
-    if PROCESSES > 1:  # after Adam, which imports what would keep the connection open at exit
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    on_gpu, state = args.device == "cuda", State()
+    optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True, capturable=on_gpu)
+    if (
+        PROCESSES > 1 and not dist.is_initialized()
+    ):  # after Adam, which imports what would keep the connection open at exit
+        dist.init_process_group("nccl" if on_gpu else "gloo")
     torch.manual_seed(args.seed + 1000 * RANK)
     obs = envs.reset().clone()
     envs.steps.random_(envs.max_steps)  # spread the time limits of the environments ([Minutes])
@@ -458,18 +467,7 @@ def train(args: Args, envs: Any = None) -> dict:
 # ========================== End of PPO. What follows is what training needs around it ======================
 
 
-# ------------------------------------------------- Optimizer, processes, settings --------------------------
-
-
-def make_optimizer(agent: Agent, args: Args) -> Adam:
-    """Adam, with the tensors that its first step would make: a CUDA graph needs them in their place."""
-    on_gpu = args.device == "cuda"
-    optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True, capturable=on_gpu)
-    for parameter in agent.parameters():
-        zeros = torch.zeros_like(parameter)
-        slots = {"step": zeros.new_zeros(()), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
-        optimizer.state[parameter] = slots
-    return optimizer
+# ------------------------------------------------- Processes and settings ----------------------------------
 
 
 def average(x: Tensor) -> Tensor:
@@ -565,9 +563,9 @@ class Playground:
         config = registry.get_default_config(args.env_id)
         env = registry.load(args.env_id, config, {"impl": "jax"} if "impl" in config else None)
         self.env, self.action_size, self.max_steps = env, env.action_size, config.episode_length
-        self.jax, self.key = jax, jax.random.key(args.seed + 1000 * RANK)
+        self.jax = jax
         self.steps = torch.zeros(args.num_envs, device=args.device)
-        obs = jax.eval_shape(env.reset, self.key).obs
+        obs = jax.eval_shape(env.reset, jax.random.key(0)).obs
         if isinstance(obs, dict) and obs.keys() != {"state", "privileged_state"}:
             raise ValueError(f"{args.env_id} has observations {', '.join(obs)}: only vectors are supported")
         sizes = [part.shape[-1] for part in jax.tree.leaves(obs)]
@@ -593,7 +591,7 @@ class Playground:
 
     def reset(self) -> Tensor:
         """As that of `Pendulums`."""
-        self.key, key = self.jax.random.split(self.key)
+        key = self.jax.random.key(torch.randint(2**31, ()).item())  # so that one generator has all seeds
         self.start, obs = self.jit_reset(self.jax.random.split(key, len(self.steps)))
         self.state = self.start
         self.steps.zero_()
@@ -775,7 +773,9 @@ def load_policy(path: str | Path, device: str = "cpu") -> Callable:
 
 def evaluate(path: str | Path, args: Args, envs: Any) -> np.ndarray:
     """Play an episode in each environment with the most likely actions; print and return their returns."""
-    act, obs = load_policy(path, args.device), envs.reset()
+    act = load_policy(path, args.device)
+    torch.manual_seed(args.seed + 2**30)  # episodes that training has not seen
+    obs = envs.reset()
     returns = torch.zeros(args.num_envs, device=args.device)
     running, snapshots = torch.ones_like(returns, dtype=torch.bool), []
     for _ in range(envs.max_steps):
