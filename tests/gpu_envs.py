@@ -31,7 +31,7 @@ class Scripted:
 
     @staticmethod
     def ends(n, episode, step):
-        """Terminated and truncated after this step, from 1. Episodes have 1 to 6 steps and end in all ways."""
+        """Terminated and truncated after this step, from 1: of 1 to 6 steps, with all kinds of ends."""
         length, kind = 1 + (2 * n + 3 * episode) % 6, (n + episode) % 3
         return bool(step == length and kind != 0), bool(step == 6 or (step == length and kind != 1))
 
