@@ -766,7 +766,7 @@ def load_policy(path: str | Path, device: str = "cpu") -> Callable:
     @torch.inference_mode()
     def act(obs: Tensor) -> Tensor:
         means, _ = agent.policy(agent.normalize(obs)).chunk(2, -1)
-        return means
+        return means.contiguous()  # JAX takes no views
 
     return act
 
