@@ -4,7 +4,7 @@
     python benchmarks/gpu.py --env-id CheetahRun --goal 850    # of MuJoCo Playground, where there is a GPU
 
 Pendulums are those of `ppo_gpu.py`, N = 1,024, for RSL-RL (`pip install rsl-rl-lib`) and Stable-Baselines3,
-too, which gets them as NumPy arrays. CheetahRun is trained by `ppo_gpu.py`, by RSL-RL in the same environments,
+too, which gets them as NumPy arrays. CheetahRun is trained by `ppo_gpu.py`, by RSL-RL in the same ones
 and by Brax with Playground's own settings (`pip install -e ".[playground]" "jax[cuda13]" rsl-rl-lib`).
 Rollouts, epochs, minibatches, networks, γ and λ of RSL-RL and Stable-Baselines3 are ours, the rest are their
 defaults (RSL-RL adapts its learning rate) with normalised observations.
