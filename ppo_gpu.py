@@ -11,8 +11,9 @@
 Observations, actions and rewards are tensors that stay on the GPU. Without --env-id, it trains pendulums that
 are written in PyTorch. Other names are those of MuJoCo Playground (pip install playground "jax[cuda13]").
 For your own environments, or those of Isaac Lab, mjlab or ManiSkill, write a class with the attributes and
-methods of `Pendulums`, and name it: --env-id my_module:MyClass. Under torchrun, each process has a GPU with
-environments of its own, and all train the same networks.
+methods of `Pendulums`, and name it: --env-id my_module:MyClass. It is called with the settings (`Args`), and
+its module may start a simulator. Under torchrun, each process has a GPU with environments of its own, and
+all train the same networks.
 
   [PPO]     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   [GAE]     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
@@ -27,7 +28,7 @@ PPO itself comes first, in the order of the paper, up to `train`, its Algorithm 
 it follows. An iteration:
 
     train                  the results, after repeating:
-      collect_rollout      nothing: it fills the rollout with T steps
+      collect_rollout      the rollout of the next T steps
       make_batch           its transitions, with advantages (compute_gae) and returns
       update               metrics, after K epochs
         learn              metrics of an epoch, after a gradient step on each minibatch
@@ -391,9 +392,7 @@ def record(envs: Any, agent: Agent, optimizer: Adam, sums: Tensor, args: Args) -
     """collect_rollout, make_batch and learn; on a GPU, recorded."""
     graph = recorded if args.cuda_graphs else lambda function, changed: function
     choose, learnt = partial(act, agent), []
-    for (
-        parameter
-    ) in agent.parameters():  # Adam would make its tensors in its first step, and a graph needs them
+    for parameter in agent.parameters():  # Adam would make these tensors in its first step, which is too late
         zeros = torch.zeros_like(parameter)
         slots = {"step": zeros.new_zeros(()), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
         learnt += [parameter, *optimizer.state.setdefault(parameter, slots).values()]
@@ -420,9 +419,8 @@ def train(args: Args, envs: Any = None) -> dict:
     agent = Agent(args, envs.obs_size, envs.actor_obs_size, envs.action_size).to(args.device)
     on_gpu, state = args.device == "cuda", State()
     optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True, capturable=on_gpu)
-    if (
-        PROCESSES > 1 and not dist.is_initialized()
-    ):  # after Adam, which imports what would keep the connection open at exit
+    if PROCESSES > 1 and not dist.is_initialized():
+        # After Adam, which imports what would keep the connection open at exit.
         dist.init_process_group("nccl" if on_gpu else "gloo")
     torch.manual_seed(args.seed + 1000 * RANK)
     obs = envs.reset().clone()
@@ -449,7 +447,8 @@ def train(args: Args, envs: Any = None) -> dict:
                 ratio = metrics["approx_kl"] / args.desired_kl
                 learning_rate.mul_(1.5 ** ((ratio < 1 / 1.5) - (ratio > 1.5))).clamp_(1e-5, scheduled)
             state.global_step += len(batch.obs) * PROCESSES
-            state.episodes |= {"obs": obs} if state.episodes else {}
+            if state.episodes:
+                state.episodes["obs"] = obs
             if run:
                 run.log(metrics, finished_episodes(rollout, results))
         if PROCESSES > 1:
@@ -504,9 +503,10 @@ def check_args(args: Args) -> None:
 class Pendulums(nn.Module):
     """N pendulums: Gymnasium's Pendulum-v1 in PyTorch, and an example of what environments must have.
 
-    That is: the sizes, `max_steps` (the time limit), `steps` [N] of the current episodes, `reset` and `step`.
-    If they are a module whose buffers are all that `step` changes, each in its place, then a CUDA graph
-    records the steps, and a resumed run continues the episodes. --capture-video needs what `Playground` has.
+    That is: the sizes, `max_steps` (the time limit), `steps` [N] of the current episodes (a tensor that can be
+    written to), `reset` and `step`. If they are a module whose buffers are all that `step` changes, each in
+    its place, then a CUDA graph records the steps, and a resumed run continues the episodes. --capture-video
+    needs `snapshot` and `render`, as `Playground` has them.
     """
 
     obs_size = actor_obs_size = 3  # the actor sees the first numbers of an observation, the critic all
@@ -535,7 +535,9 @@ class Pendulums(nn.Module):
         """Apply actions [N, A], in units of their bounds, and start a new episode wherever one has ended.
 
         Returns the observations [N, D] to act on next; rewards, terminated and truncated (by the time limit),
-        each [N]; and the observations [N, D] that the actions led to, before new episodes started.
+        each [N]; and the observations [N, D] that the actions led to, before new episodes started. If a
+        simulator does not keep the latter, as Isaac Lab, take those before the step where an episode ended: at
+        a time limit, their value takes the place of the last one's, as in RSL-RL.
         """
         torque = 2 * actions.squeeze(-1).clamp(-1, 1)  # N m
         error = torch.remainder(self.angle + math.pi, 2 * math.pi) - math.pi
@@ -664,10 +666,7 @@ class Run:
             import wandb
 
             wandb.init(name=folder.name, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
-        print(
-            f"{args.env_id}: {args.total_timesteps:,.0f} steps, rounded up to full rollouts, seed {args.seed}"
-        )
-        print(f"folder     {folder}", flush=True)
+        print(f"{args.env_id}: {args.total_timesteps:,.0f} steps, seed {args.seed}\nfolder     {folder}")
         if args.resume:
             print(f"resumed    after {state.global_step:,} of {args.total_timesteps:,.0f} steps")
         self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)

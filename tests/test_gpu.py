@@ -496,7 +496,7 @@ def test_graphs_on_a_gpu(env_id, tmp_path):
 def test_what_a_run_prints_and_holds(trained):
     """Folder, progress, evaluation, a command that works; a checkpoint that loads without executing code."""
     for text in (
-        r"^Pendulum: 7,680 steps, rounded up to full rollouts, seed 1$",
+        r"^Pendulum: 7,680 steps, seed 1$",
         r"^ +7,680 steps  return -1\d\d\d.*  KL 0\.\d+  [\d,]+/s  0 min left$",
         r"^evaluation return -[\d.]+ ± [\d.]+, 16 episodes with the most likely actions$",
         r"^resume +python ppo_gpu.py --resume (\S+checkpoint.pt)$",
