@@ -75,9 +75,7 @@ class Args:  # the trailing comments become --help
     resume: str | None = None  # resume from this checkpoint; flags override its settings
     evaluate: str | None = None  # only evaluate this checkpoint, greedily
     capture_video: bool = False  # record an episode of the evaluation in the run folder (needs moviepy)
-    track: bool = False  # mirror TensorBoard to Weights & Biases (needs wandb)
-    wandb_project_name: str = "ppo"  # project at Weights & Biases
-    wandb_entity: str | None = None  # team at Weights & Biases; None is your own account
+    track: bool = False  # mirror TensorBoard to Weights & Biases (needs wandb), to its project "ppo"
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda or mps
     cuda_graphs: bool = True  # record CUDA graphs; switch it off to debug, or if a change cannot be recorded
 
@@ -503,10 +501,10 @@ def check_args(args: Args) -> None:
 class Pendulums(nn.Module):
     """N pendulums: Gymnasium's Pendulum-v1 in PyTorch, and an example of what environments must have.
 
-    That is: the sizes, `max_steps` (the time limit), `steps` [N] of the current episodes (a tensor that can be
-    written to), `reset` and `step`. If they are a module whose buffers are all that `step` changes, each in
-    its place, then a CUDA graph records the steps, and a resumed run continues the episodes. --capture-video
-    needs `snapshot` and `render`, as `Playground` has them.
+    That is: the sizes, `max_steps` (the time limit), `steps` [N] of the current episodes (a tensor that can
+    be written to), `reset` and `step`. If they are a module whose buffers are all that `step` changes, each
+    in its place, then a CUDA graph records the steps, and a resumed run continues the episodes.
+    --capture-video needs `snapshot` and `render`, as `Playground` has them.
     """
 
     obs_size = actor_obs_size = 3  # the actor sees the first numbers of an observation, the critic all
@@ -536,8 +534,8 @@ class Pendulums(nn.Module):
 
         Returns the observations [N, D] to act on next; rewards, terminated and truncated (by the time limit),
         each [N]; and the observations [N, D] that the actions led to, before new episodes started. If a
-        simulator does not keep the latter, as Isaac Lab, take those before the step where an episode ended: at
-        a time limit, their value takes the place of the last one's, as in RSL-RL.
+        simulator does not keep the latter, as Isaac Lab, take those before the step where an episode ended:
+        at a time limit, their value takes the place of the last one's, as in RSL-RL.
         """
         torque = 2 * actions.squeeze(-1).clamp(-1, 1)  # N m
         error = torch.remainder(self.angle + math.pi, 2 * math.pi) - math.pi
@@ -665,7 +663,7 @@ class Run:
         if args.track:
             import wandb
 
-            wandb.init(name=folder.name, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
+            wandb.init(project="ppo", name=folder.name, config=asdict(args), sync_tensorboard=True)
         print(f"{args.env_id}: {args.total_timesteps:,.0f} steps, seed {args.seed}\nfolder     {folder}")
         if args.resume:
             print(f"resumed    after {state.global_step:,} of {args.total_timesteps:,.0f} steps")
