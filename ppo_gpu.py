@@ -663,7 +663,8 @@ class Run:
         if args.track:
             import wandb
 
-            wandb.init(project="ppo", name=folder.name, config=asdict(args), sync_tensorboard=True)
+            names = {"project": "ppo", "name": folder.name}
+            wandb.init(**names, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
         print(f"{args.env_id}: {args.total_timesteps:,.0f} steps, seed {args.seed}\nfolder     {folder}")
         if args.resume:
             print(f"resumed    after {state.global_step:,} of {args.total_timesteps:,.0f} steps")
