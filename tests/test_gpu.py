@@ -1,6 +1,8 @@
 """What is ppo_gpu.py's own: rollouts, environments, CUDA graphs, several processes, its command line."""
 
+import contextlib
 import copy
+import inspect
 import os
 import re
 import subprocess
@@ -19,7 +21,7 @@ from helpers import checkpoint_in, curves, flags, load, same, weights
 from torch.distributions import Independent, Normal
 from torch.optim import Adam
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
 import ppo_gpu as ppo
 
@@ -380,65 +382,90 @@ def test_learning_rates(tmp_path):
     assert rates(tmp_path / "c") == pytest.approx([0.01 * (1 - i / 8) for i in range(8)])
 
 
-# CUDA graphs, on a CPU: a stand-in for `recorded` that repeats the same operations on the same memory
+# CUDA graphs, on a CPU: `recorded` itself, with a stand-in for torch.cuda
 
 
-class Tape(TorchDispatchMode):
-    """The operations that a function starts, with the memory that they read and write."""
+class Graph(TorchDispatchMode):
+    """As a CUDA graph: it records operations without an effect, and repeats them on the same memory."""
 
-    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero")  # these wait for the GPU
+    FORBIDDEN = "_local_scalar_dense", "nonzero", "masked_select"  # these would wait for the GPU
 
     def __init__(self):
         super().__init__()
-        self.operations = []
+        self.operations, self.overwritten = [], []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        assert function.__name__.split(".")[0] not in self.FORBIDDEN, function
+        name, kwargs = function.__name__.split(".")[0], kwargs or {}
         masks = [x for x in tree_flatten(args)[0] if isinstance(x, torch.Tensor) and x.dtype is torch.bool]
-        assert not (function.__name__.startswith("index") and masks), "the shape of the result is not known"
-        results = function(*args, **kwargs or {})
-        self.operations.append((function, args, kwargs or {}, results))
+        assert name not in self.FORBIDDEN
+        assert not (name.startswith("index") and masks), "the shape of the result is not known"
+        for i, argument in enumerate(function._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = args[i] if i < len(args) else kwargs.get(argument.name)
+                self.overwritten += [
+                    (x, x.detach().clone()) for x in tree_flatten(written)[0] if x is not None
+                ]
+        results = function(*args, **kwargs)
+        self.operations.append((function, args, kwargs, results))
         return results
+
+    def computed(self):
+        """Each operation, and those of its results that are no views, and were not changed in their place."""
+        for function, args, kwargs, results in self.operations:
+            tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+            used = {x.untyped_storage().data_ptr() for x in tensors}
+            flat = enumerate(tree_flatten(results)[0])
+            new = [(i, x) for i, x in flat if isinstance(x, torch.Tensor)]
+            yield (
+                partial(function, *args, **kwargs),
+                [y for y in new if y[1].untyped_storage().data_ptr() not in used],
+            )
 
     @torch.no_grad()
     def replay(self):
-        for function, args, kwargs, results in self.operations:
-            tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
-            old = tree_flatten(results)[0]
-            used = {x.untyped_storage().data_ptr() for x in tensors}
-            for x, new in zip(old, tree_flatten(function(*args, **kwargs))[0], strict=True):
-                if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in used:
-                    x.detach().copy_(new)  # else it is a view, or was changed in its place
+        for operation, old in self.computed():
+            results = tree_flatten(operation())[0]
+            for i, x in old:
+                x.detach().copy_(results[i])
 
 
-def taped(function, changed):
-    """As `recorded` on a GPU, with a `Tape` in place of the graph."""
-    tape, memory = Tape(), {}
+@contextlib.contextmanager
+def same_random_numbers(*_):
+    """Trial runs on a GPU draw random numbers. Here they are put back, so that runs can be compared."""
+    state = torch.get_rng_state()
+    yield
+    torch.set_rng_state(state)
 
-    def call(*values):
-        if not memory:
-            memory["inputs"] = inputs = [x.clone() for x in values]
-            before, random = [x.detach().clone() for x in changed], torch.get_rng_state()
-            for _ in range(3):
-                function(*inputs)
-            for x, old in zip(changed, before, strict=True):
-                x.detach().copy_(old)
-            with tape:
-                memory["results"] = function(*inputs)
-            for x, old in zip(changed, before, strict=True):  # the recording of a graph computes nothing
-                x.detach().copy_(old)
-            tree_map(lambda x: x.detach().fill_(0) if isinstance(x, torch.Tensor) else x, memory["results"])
-            torch.set_rng_state(random)
-        for x, value in zip(memory["inputs"], values, strict=True):
-            x.copy_(value)
-        tape.replay()
-        return memory["results"]
 
-    return call
+@contextlib.contextmanager
+def record_in(graph, stream):
+    """Operations in here are recorded, and have no effect."""
+    with same_random_numbers(), graph:
+        yield
+    with torch.no_grad():
+        for x, before in reversed(graph.overwritten):
+            x.detach().copy_(before)
+        for _, results in graph.computed():
+            for _, x in results:
+                x.detach().fill_(torch.nan if x.is_floating_point() else 0)  # not known before it is replayed
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """`recorded` as on a GPU, with stand-ins for what it uses of torch.cuda."""
+    text = inspect.getsource(ppo.recorded)
+    assert text.count("if not values[0].is_cuda:") == 1
+    namespace = dict(vars(ppo))
+    exec(text.replace("not values[0].is_cuda", "False"), namespace)
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fakes = {"Stream": lambda: stream, "current_stream": lambda: stream, "stream": same_random_numbers}
+    for name, fake in (fakes | {"CUDAGraph": Graph, "graph": record_in}).items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(ppo, "recorded", namespace["recorded"])
 
 
 @pytest.mark.parametrize("env_id", ["Pendulum", SCRIPTED])
-def test_graphs_change_nothing(env_id, tmp_path, monkeypatch):
+def test_graphs_change_nothing(env_id, tmp_path, cuda):
     """Training with recorded functions gives the same checkpoint and curves, bit for bit.
 
     It fails if results are kept without a copy, if a trial run leaves a trace, if memory is replaced that a
@@ -446,7 +473,6 @@ def test_graphs_change_nothing(env_id, tmp_path, monkeypatch):
     """
     settings = {"env_id": env_id, "max_grad_norm": 0.3, "total_timesteps": 16 * 8 * 10}
     _, plain = run(tmp_path / "a", "--no-cuda-graphs", **settings)
-    monkeypatch.setattr(ppo, "recorded", taped)
     _, graphs = run(tmp_path / "b", **settings)
     one, other = load(plain), load(graphs)
     for content in (one, other):
