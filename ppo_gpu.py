@@ -442,8 +442,11 @@ def train(args: Args, envs: Any = None) -> dict:
             batch, results = prepare(*rollout)
             metrics = update(epoch, batch, args)
             if args.desired_kl is not None:
-                ratio = metrics["approx_kl"] / args.desired_kl
-                learning_rate.mul_(1.5 ** ((ratio < 1 / 1.5) - (ratio > 1.5))).clamp_(1e-5, scheduled)
+                if metrics["approx_kl"] > 1.5 * args.desired_kl:
+                    learning_rate /= 1.5
+                elif metrics["approx_kl"] < args.desired_kl / 1.5:
+                    learning_rate *= 1.5
+                learning_rate.clamp_(1e-5, scheduled)
             state.global_step += len(batch.obs) * PROCESSES
             if state.episodes:
                 state.episodes["obs"] = obs
@@ -628,7 +631,7 @@ def make_envs(args: Args) -> Any:
 
 
 def check_step(envs: Any, args: Args) -> None:
-    """Raise `ValueError` if a first step returns something else than expected."""
+    """Raise `ValueError` if a first step returns something else, or the checkpoint is for something else."""
 
     def kind(x: Any) -> str:
         return f"{x.dtype} {[*x.shape]} on {x.device.type}" if isinstance(x, Tensor) else type(x).__name__
@@ -641,6 +644,9 @@ def check_step(envs: Any, args: Args) -> None:
     for (name, value), result in zip(expected.items(), results, strict=True):
         if kind(result) != kind(value):
             raise ValueError(f"{args.env_id}: step returns {name} as {kind(result)}, not as {kind(value)}")
+    path = args.resume or args.evaluate
+    if path and agent_sizes(path) != (envs.obs_size, envs.actor_obs_size, envs.action_size):
+        raise ValueError(f"{path} is of another script, or not for {args.env_id}")
 
 
 # ------------------------------------------------- Logging and checkpoints ---------------------------------
@@ -753,13 +759,18 @@ def restore(path: str, args: Args, agent: Agent, optimizer: Adam, state: State) 
             x.copy_(episodes[name])
 
 
+def agent_sizes(path: str | Path) -> tuple[int, ...]:
+    """How many numbers observations, their part for the actor, and actions have, by a checkpoint."""
+    weights = load_checkpoint(path)[1]["agent"]
+    names = "critic.0.weight", "actor.0.weight", "log_std"
+    return tuple(weights[name].shape[-1] if name in weights else 0 for name in names)
+
+
 def load_policy(path: str | Path, device: str = "cpu") -> Callable:
     """A trained policy, as a function from observations [..., D] to the most likely actions [..., A]."""
     args, content = load_checkpoint(path, device)
-    weights = content["agent"]
-    sizes = len(weights["obs_moments.mean"]), weights["actor.0.weight"].shape[1], len(weights["log_std"])
-    agent = Agent(args, *sizes).to(device)
-    agent.load_state_dict(weights)
+    agent = Agent(args, *agent_sizes(path)).to(device)
+    agent.load_state_dict(content["agent"])
 
     @torch.inference_mode()
     def act(obs: Tensor) -> Tensor:

@@ -670,6 +670,18 @@ def test_refusals(words, tmp_path):
     assert done.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
+def test_a_checkpoint_for_something_else(flag, trained, tmp_path):
+    """Of other environments, or of another script: one line, with exit status 2."""
+    content = load(trained.path)
+    content["agent"] = {name: x for name, x in content["agent"].items() if name != "log_std"}  # as of ppo.py
+    torch.save(content, tmp_path / "other.pt")
+    for path, env_id in ((trained.path, "gpu_envs:Target"), (tmp_path / "other.pt", "Pendulum")):
+        done = call(tmp_path, flag, path, device="cpu", env_id=env_id)
+        message = f"ppo_gpu.py: {path} is of another script, or not for {env_id}\n"
+        assert (done.status, done.out, done.err) == (2, "", message)
+
+
 def test_help_and_defaults(tmp_path):
     """Each flag has a text; other environments than the pendulums have other defaults."""
     shown = call(tmp_path, "--help")

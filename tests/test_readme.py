@@ -192,7 +192,7 @@ def test_every_flag_exists():
     flags = {f"--{prefix}{name.replace('_', '-')}" for name in names for prefix in ("", "no-")}
     others = {"--help", "--compare", "--torch-backend", "--nproc-per-node", "--fix", "--check", "--logdir"}
     others |= {"--only", "--store", "--one", "--dry-run", "--script-dir", "--peers"}  # benchmarks
-    others |= {"--cleanrl", "--timesteps", "--goal", "--rounds"}
+    others |= {"--cleanrl", "--timesteps", "--goal", "--rounds", "--seeds"}
     for name, text in PAGES.items():
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= flags | others, name
 
