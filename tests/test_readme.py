@@ -24,6 +24,7 @@ import plot
 import ppo
 import ppo_atari
 import ppo_continuous
+import ppo_gpu
 import ppo_rlhf
 
 SCRIPTS = {"ppo.py": ppo, "ppo_continuous.py": ppo_continuous, "ppo_atari.py": ppo_atari}
@@ -51,7 +52,7 @@ def parameters(texts: list[str]) -> list:
     """The texts, as parameters of a test. Those that compile, export, record or play Atari games are slow."""
     found = []
     for text in texts:
-        slow = re.search("--compile|torch.export|--capture-video|atari", text)
+        slow = re.search("--compile|torch.export|--capture-video|atari|import jax|import ppo_gpu", text)
         marks = [pytest.mark.slow] if slow else []
         found.append(pytest.param(text, marks=marks, id=text.splitlines()[0].strip("# ")))
     return found
@@ -114,11 +115,18 @@ def test_each_program_runs(program, user, monkeypatch):
         pytest.importorskip("optuna")
     if "onnx" in program:
         pytest.importorskip("onnxscript")
+    for word, module in {"import jax": "jax", "mjlab": "mjlab"}.items():
+        if word in program:
+            pytest.importorskip(module)
     checkpoint, name = checkpoint_in(user), re.match(r"# (\w+\.py)|", program)[1]
     arguments = {"my_ppo.py": shortened(ppo), "export.py": [str(checkpoint)]}
     arguments["my_corridor.py"] = ["--env-id", "Corridor", *shortened(ppo)]
     arguments["my_pairs.py"] = ["--env-id", "Pairs", *shortened(ppo)]
     program = re.sub(r"total_timesteps=[\d_]+", "total_timesteps=2000", program)
+    if "ppo_gpu" in program:
+        monkeypatch.setattr(ppo_gpu, "Agent", ppo_gpu.Agent)  # what the program changes is undone
+        program = program.replace("total_timesteps=2000", "num_envs=64, total_timesteps=8192")
+        program = program.replace("CartpoleBalance", "Pendulum")  # Playground takes long to compile
     (user / "program.py").write_text(program.replace("n_trials=10", "n_trials=2"), encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["program.py", *arguments.get(name, [])])
     runpy.run_path(str(user / "program.py"), run_name="__main__")
@@ -172,7 +180,7 @@ def test_set_up(tmp_path):
     """
     shutil.copytree(ROOT, tmp_path / "copy", ignore=shutil.ignore_patterns(".*", "runs", "results", "build"))
     lines = [line.replace("pip install", "pip install --quiet --no-deps") for line in SET_UP]
-    modules = [name.removesuffix(".py") for name in (*SCRIPTS, "ppo_rlhf.py", "grpo.py")]
+    modules = [name.removesuffix(".py") for name in (*SCRIPTS, "ppo_gpu.py", "ppo_rlhf.py", "grpo.py")]
     code = f"from importlib.util import find_spec; assert all(map(find_spec, {modules}))"
     lines += ["cd ..", f'python -c "{code}"']
     subprocess.run(["bash", "-ec", "\n".join(lines)], cwd=tmp_path / "copy", check=True)
@@ -180,12 +188,12 @@ def test_set_up(tmp_path):
 
 def test_every_flag_exists():
     """Each --flag that the documents name belongs to a script, or to a tool that they call."""
-    scripts = (*SCRIPTS.values(), ppo_rlhf, grpo)
+    scripts = (*SCRIPTS.values(), ppo_gpu, ppo_rlhf, grpo)
     names = {field.name for script in scripts for field in fields(script.Args)}
     flags = {f"--{prefix}{name.replace('_', '-')}" for name in names for prefix in ("", "no-")}
     others = {"--help", "--compare", "--torch-backend", "--nproc-per-node", "--fix", "--check", "--logdir"}
     others |= {"--only", "--store", "--one", "--dry-run", "--script-dir", "--peers"}  # benchmarks
-    others |= {"--cleanrl", "--timesteps", "--goal", "--rounds"}
+    others |= {"--cleanrl", "--timesteps", "--goal", "--rounds", "--seeds"}
     for name, text in PAGES.items():
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= flags | others, name
 
@@ -270,7 +278,7 @@ def test_no_other_metric_is_documented(folder):
 def test_set_up_and_ci_run_the_same_tests():
     """CI installs the extras and runs the test command that CONTRIBUTING.md gives."""
     ci = (ROOT / ".ci" / "run").read_text()
-    assert 'pip install -e ".[dev,trl]"' in PAGES["CONTRIBUTING.md"]
+    assert 'pip install -e ".[dev,playground,trl]"' in PAGES["CONTRIBUTING.md"]
     assert "python -m pytest\n" in PAGES["CONTRIBUTING.md"]
-    assert "pip\" install --quiet -e '.[dev,trl]'" in ci
+    assert "pip\" install --quiet -e '.[dev,playground,trl]'" in ci
     assert '/python" -m pytest\n' in ci

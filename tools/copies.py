@@ -20,6 +20,7 @@ SETTINGS = "Args"
 ORIGINALS = {
     "ppo_continuous.py": "ppo.py",
     "ppo_atari.py": "ppo.py",
+    "ppo_gpu.py": "ppo_continuous.py",
     "grpo.py": "ppo_rlhf.py",
 }
 DIFFERENT = {  # script: units of its original that differ there on purpose, or are absent
@@ -30,6 +31,12 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "Agent.normalize Agent.policy Agent.value Batch ppo_loss Rollout Rollout.__init__ collect_rollout "
     "scale_rewards make_batch distance_moved update train check_args "
     "State adjust_coefficients make_env make_envs load_policy evaluate RUN_ONLY parse_args main",
+    "ppo_gpu.py": "RunningMoments.update Agent Agent.__init__ Agent.normalize Agent.policy kl_divergence "
+    "compute_gae Batch State ppo_loss Rollout Rollout.__init__ collect_rollout "
+    "scale_rewards normalize_rollout make_batch compute_gradients "
+    "distance_moved update adjust_coefficients train compiled seed_everything check_args "
+    "make_env make_envs rescale ADVICE advise Run.__init__ Run.log Run.progress Run.finish restore "
+    "load_policy evaluate RUN_ONLY parse_args main --desired_kl",
     "grpo.py": "PRETRAINED SHOWN ScalarModel ScalarModel.__init__ ScalarModel.forward Models Models.__init__ "
     "Task score whiten token_rewards compute_gae Batch ppo_loss collect update train evaluate PRODUCTS "
     "(TONES,GOOD,BAD) WORDS make_reviews write_review human tastes learn_from_comparisons load_pretrained "

@@ -1,0 +1,842 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.5", "numpy", "tensorboard", "tyro>=0.9.1"]
+# ///
+"""Proximal Policy Optimization (PPO) for thousands of environments on a GPU, in one file.
+
+    python ppo_gpu.py
+    python ppo_gpu.py --env-id CheetahRun
+    torchrun --nproc-per-node 4 ppo_gpu.py --env-id CheetahRun
+
+Observations, actions and rewards are tensors that stay on the GPU. Without --env-id, it trains pendulums that
+are written in PyTorch. Other names are those of MuJoCo Playground (pip install playground "jax[cuda13]").
+For your own environments, or those of Isaac Lab, mjlab or ManiSkill, write a class with the attributes and
+methods of `Pendulums`, and name it: --env-id my_module:MyClass. It is called with the settings (`Args`), and
+its module may start a simulator. Under torchrun, each process has a GPU with environments of its own, and
+all train the same networks.
+
+  [PPO]     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
+  [GAE]     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
+            Estimation", arXiv:1506.02438
+  [Limits]  Pardo et al. 2018, "Time Limits in Reinforcement Learning", arXiv:1712.00378
+  [Matters] Engstrom et al. 2020, "Implementation Matters in Deep Policy Gradients", arXiv:2005.12729
+  [37]      Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog
+  [Minutes] Rudin et al. 2022, "Learning to Walk in Minutes Using Massively Parallel Deep Reinforcement
+            Learning", arXiv:2109.11978
+
+PPO itself comes first, in the order of the paper, up to `train`, its Algorithm 1. What training needs around
+it follows. An iteration:
+
+    train                  the results, after repeating:
+      collect_rollout      the rollout of the next T steps
+      make_batch           its transitions, with advantages (compute_gae) and returns
+      update               metrics, after K epochs
+        learn              metrics of an epoch, after a gradient step on each minibatch
+
+Shapes: T steps per rollout, N environments, D numbers per observation, A per action, B = T N transitions per
+batch.
+"""
+
+import math
+import os
+import pickle
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
+from difflib import get_close_matches
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor, nn
+from torch.optim import Adam
+from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass
+class Args:  # the trailing comments become --help
+    exp_name: str = Path(sys.argv[0]).stem or "ppo_gpu"  # part of the run folder's name
+    seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
+    resume: str | None = None  # resume from this checkpoint; flags override its settings
+    evaluate: str | None = None  # only evaluate this checkpoint, greedily
+    capture_video: bool = False  # record an episode of the evaluation in the run folder (needs moviepy)
+    track: bool = False  # mirror TensorBoard to Weights & Biases (needs wandb), to its project "ppo"
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda or mps
+    cuda_graphs: bool = True  # record CUDA graphs; switch it off to debug, or if a change cannot be recorded
+
+    # Environment
+    env_id: str = "Pendulum"  # Pendulum, a name of MuJoCo Playground, or `module:function`
+    num_envs: int = 1024  # N: environments that step in parallel, in each process
+
+    # PPO
+    total_timesteps: float = 1_000_000  # total number of transitions; 1e6 is fine
+    num_steps: int = 16  # T: steps of each environment per rollout
+    learning_rate: float = 1e-3  # Adam's step size; with --desired-kl, its upper limit
+    anneal_lr: bool = True  # decay the learning rate linearly to 0
+    gamma: float = 0.95  # γ: discount factor
+    gae_lambda: float = 0.95  # λ: trades bias (0) against variance (1) of the advantages
+    update_epochs: int = 10  # K: passes over each rollout
+    num_minibatches: int = 8  # minibatches per epoch, one gradient step each
+    clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
+    desired_kl: float | None = None  # adapt the learning rate to this KL divergence per iteration, in nats
+    ent_coef: float = 0.0  # c₂: weight of the entropy bonus
+    vf_coef: float = 0.5  # c₁: weight of the value loss, ½ (V - return)²
+    max_grad_norm: float = 1.0  # clip the gradient to this global norm
+    init_log_std: float = -0.5  # initial log standard deviation of actions
+    hidden_size: int = 64  # width of the two hidden layers of the actor, and of the critic
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():  # NumPy's numbers could not be loaded from a checkpoint
+            setattr(self, name, value.item() if isinstance(value, np.generic) else value)
+
+
+# Defaults for all other environments. γ and the learning rate are those of Playground for its control suite.
+OTHERS = Args(num_envs=2048, num_steps=32, total_timesteps=30_000_000, gamma=0.995, update_epochs=8)
+OTHERS = replace(OTHERS, num_minibatches=16, hidden_size=256)
+RANK = int(os.environ.get("RANK", 0))  # of this process, and the number of all, as torchrun sets them
+PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
+
+# ------------------------------------------------- Networks -------------------------------------------------
+
+
+def mlp(inputs: int, hidden: int, outputs: int, last_gain: float) -> nn.Sequential:
+    """Two ELU layers and a linear one, with orthogonal weights and zero biases ([37], detail 2)."""
+    layers = nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)
+    for layer, gain in zip(layers, (math.sqrt(2), math.sqrt(2), last_gain), strict=True):
+        nn.init.orthogonal_(layer.weight, gain)
+        nn.init.zeros_(layer.bias)
+    return nn.Sequential(layers[0], nn.ELU(), layers[1], nn.ELU(), layers[2])
+
+
+class RunningMoments(nn.Module):
+    """Mean and variance [D] of everything seen so far (the parallel algorithm of Chan et al. 1983)."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.mean, self.var = nn.Buffer(torch.zeros(size)), nn.Buffer(torch.ones(size))
+        self.count = nn.Buffer(torch.zeros(()))
+
+    def update(self, x: Tensor) -> None:
+        """Include x [B, D] of all processes."""
+        mean = average(x.mean(0))
+        var = average((x - mean).square().mean(0))
+        new = len(x) * PROCESSES
+        share = new / (self.count + new)  # of the new data
+        delta = mean - self.mean
+        self.var.lerp_(var, share).add_(share * (1 - share) * delta.square())
+        self.mean.add_(share * delta)
+        self.count.add_(new)
+
+
+class Agent(nn.Module):
+    """Actor and critic, with the running statistics they depend on: a saved agent is complete."""
+
+    def __init__(self, args: Args, obs_size: int, actor_obs_size: int, action_size: int):
+        super().__init__()
+        self.actor_obs_size = actor_obs_size  # the critic sees more (Pinto et al. 2017, arXiv:1710.06542)
+        self.actor = mlp(actor_obs_size, args.hidden_size, action_size, last_gain=0.01)  # near 0 at first
+        self.log_std = nn.Parameter(torch.full((action_size,), args.init_log_std))  # the same in all states
+        self.critic = mlp(obs_size, args.hidden_size, 1, last_gain=1.0)
+        self.obs_moments, self.return_moments = RunningMoments(obs_size), RunningMoments(1)
+
+    def normalize(self, obs: Tensor) -> Tensor:
+        """Raw observations [..., D] as the networks see them: (x - mean) / std within ±10."""
+        return ((obs - self.obs_moments.mean) * torch.rsqrt(self.obs_moments.var + 1e-8)).clamp(-10, 10)
+
+    def policy(self, obs: Tensor) -> Tensor:
+        """π(·|s), as means and log standard deviations [..., 2A], for normalised observations [..., D]."""
+        means = self.actor(obs[..., : self.actor_obs_size])
+        return torch.cat([means, self.log_std.expand_as(means)], -1)
+
+    def value(self, obs: Tensor) -> Tensor:
+        """V(s) [...] for normalised observations [..., D]."""
+        return self.critic(obs).squeeze(-1)
+
+
+# ------------------------------------------------- Equations ------------------------------------------------
+
+
+def log_prob(policy: Tensor, actions: Tensor) -> Tensor:
+    """log π(a|s) = -Σ_i (½ ((a_i - μ_i) / σ_i)² + log σ_i + ½ log 2π) [B] of actions [B, A]."""
+    means, log_stds = policy.chunk(2, -1)
+    distances = (actions - means) / log_stds.exp()
+    return -(0.5 * distances.square() + log_stds + 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
+def entropy(policy: Tensor) -> Tensor:
+    """H(π) = Σ_i (log σ_i + ½ log 2πe) [B], in nats."""
+    _, log_stds = policy.chunk(2, -1)
+    return (log_stds + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+
+
+def compute_gae(
+    rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, truncated: Tensor,
+    gamma: float, gae_lambda: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Advantages and returns [T, N] by generalised advantage estimation ([GAE], equations 11 to 16).
+
+        δ_t = r_t + γ V(s_{t+1}) (1 - terminated_t) - V(s_t)
+        A_t = δ_t + γλ (1 - (terminated_t ∨ truncated_t)) A_{t+1}
+        return_t = A_t + V(s_t), the critic's target
+
+    Both kinds of end stop the sum, but at a time limit (truncated) V(s_{t+1}) still counts ([Limits]).
+    So `next_values` are those of the states that the steps led to, before any reset. All tensors are [T, N].
+    """
+    next_values = torch.where(terminated, 0, next_values)  # not a product: a last state may be NaN
+    deltas = rewards + gamma * next_values - values
+    ended = terminated | truncated
+    advantages, following = torch.zeros_like(values), torch.zeros_like(values[0])
+    for t in reversed(range(len(rewards))):
+        following = deltas[t] + gamma * gae_lambda * torch.where(ended[t], 0, following)
+        advantages[t] = following
+    return advantages, advantages + values
+
+
+class Batch(NamedTuple):
+    """B transitions to learn from."""
+
+    obs: Tensor  # [B, D], normalised
+    actions: Tensor  # [B, A]
+    old_log_probs: Tensor  # [B], log π_old(a|s)
+    advantages: Tensor  # [B]
+    returns: Tensor  # [B]
+
+
+@dataclass
+class State:
+    """What changes during training besides the networks."""
+
+    global_step: int = 0  # transitions so far
+    episodes: dict[str, Tensor] = field(default_factory=dict)  # the unfinished ones, if they can be saved
+
+
+def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss to minimise ([PPO], equation 9, negated), and metrics."""
+    policy = agent.policy(batch.obs)
+    with torch.no_grad():  # normalised over the minibatches of all processes
+        advantages = batch.advantages - average(batch.advantages.mean())
+        advantages /= average(advantages.square().mean()).sqrt() + 1e-8
+    log_ratio = log_prob(policy, batch.actions) - batch.old_log_probs
+    ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s)
+    clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    policy_losses = -torch.min(ratio * advantages, clipped_ratio * advantages)  # [PPO], equation 7
+    value_losses = 0.5 * (agent.value(batch.obs) - batch.returns).square()
+    entropies = entropy(policy)
+    loss = (policy_losses + args.vf_coef * value_losses - args.ent_coef * entropies).mean()
+    with torch.no_grad():
+        metrics = {
+            "policy_loss": policy_losses.mean(),
+            "value_loss": value_losses.mean(),
+            "entropy": entropies.mean(),
+            "approx_kl": (ratio - 1 - log_ratio).mean(),  # k3 of Schulman 2020, "Approximating KL Divergence"
+            "clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean(),
+        }
+    return loss, metrics
+
+
+# ------------------------------------------------- Algorithm ------------------------------------------------
+
+
+class Rollout(NamedTuple):
+    """T steps of N environments, which are reset in the step that ends an episode.
+
+    So obs[t+1] may be the first observation of the next episode, and last_obs[t] is always of the state that
+    step t led to. All rows are learnt from.
+    """
+
+    obs: Tensor  # [T, N, D]
+    actions: Tensor  # [T, N, A]
+    log_probs: Tensor  # [T, N], log π(a|s) of the policy that acted
+    rewards: Tensor  # [T, N]
+    terminated: Tensor  # [T, N]
+    truncated: Tensor  # [T, N]
+    last_obs: Tensor  # [T, N, D]
+
+
+@torch.no_grad()
+def act(agent: Agent, obs: Tensor) -> tuple[Tensor, Tensor]:
+    """Actions [N, A] for observations [N, D], sampled from the policy, and their log π [N]."""
+    policy = agent.policy(agent.normalize(obs))
+    means, log_stds = policy.chunk(2, -1)
+    actions = means + log_stds.exp() * torch.randn_like(means)
+    return actions, log_prob(policy, actions)
+
+
+@torch.no_grad()
+def collect_rollout(envs: Any, choose: Callable, steps: int, obs: Tensor) -> tuple[Rollout, Tensor]:
+    """The next T steps from observations [N, D], and the observations after them."""
+    rows = []
+    for _ in range(steps):
+        actions, log_probs = choose(obs)
+        following, *results = envs.step(actions)
+        rows.append([x.clone() for x in (obs, actions, log_probs, *results)])
+        obs = following.clone()  # the next step may write to the same memory
+    return Rollout(*(torch.stack(column) for column in zip(*rows, strict=True))), obs
+
+
+def running_sums(rollout: Rollout, sums: Tensor, gamma: float) -> Tensor:
+    """Discounted return, return and length [T, 3, N] of the episodes, up to and with each step.
+
+    `sums` [3, N] are those before the rollout, and become those after it; an episode that has ended has 0.
+    """
+    results = sums.new_zeros(len(rollout.rewards), *sums.shape)
+    ended = rollout.terminated | rollout.truncated
+    for t, rewards in enumerate(rollout.rewards):
+        sums[0] *= gamma
+        sums += torch.stack([rewards, rewards, torch.ones_like(rewards)])
+        results[t] = sums
+        sums.copy_(torch.where(ended[t], 0, sums))
+    return results
+
+
+@torch.no_grad()
+def make_batch(agent: Agent, sums: Tensor, args: Args, *columns: Tensor) -> tuple[Batch, Tensor]:
+    """Scale a rollout's rewards, estimate the advantages, and flatten it to a batch. Also its `running_sums`.
+
+    Rewards are divided by the running std of the discounted return, then clipped to ±10 ([Matters], §3).
+    """
+    rollout = Rollout(*columns)
+    results = running_sums(rollout, sums, args.gamma)
+    agent.return_moments.update(results[:, 0].reshape(-1, 1))
+    rewards = (rollout.rewards * torch.rsqrt(agent.return_moments.var + 1e-8)).clamp(-10, 10)
+    obs = agent.normalize(rollout.obs)
+    values, next_values = agent.value(obs), agent.value(agent.normalize(rollout.last_obs))
+    ends = rollout.terminated, rollout.truncated
+    advantages, returns = compute_gae(rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
+    agent.obs_moments.update(rollout.obs.flatten(0, 1))  # only now: acting and learning use the same
+    batch = obs, rollout.actions, rollout.log_probs, advantages, returns
+    return Batch(*(column.flatten(0, 1) for column in batch)), results
+
+
+def learn(agent: Agent, optimizer: Adam, args: Args, order: Tensor, *columns: Tensor) -> dict[str, Tensor]:
+    """An epoch: a gradient step on each minibatch of a batch, in this order [B]. Returns mean metrics."""
+    batch, steps = Batch(*columns), []
+    for rows in order.tensor_split(args.num_minibatches):
+        loss, metrics = ppo_loss(agent, Batch(*(column[rows] for column in batch)), args)
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in agent.parameters():
+            average(parameter.grad)
+        metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+        optimizer.step()
+        steps.append(metrics)
+    return {name: torch.stack([each[name] for each in steps]).mean() for name in metrics}
+
+
+def update(epoch: Callable, batch: Batch, args: Args) -> dict[str, float]:
+    """K epochs on shuffled minibatches. Returns mean metrics of all processes."""
+    epochs = []
+    for _ in range(args.update_epochs):
+        metrics = epoch(torch.randperm(len(batch.obs), device=args.device), *batch)
+        epochs.append(torch.stack([*metrics.values()]))  # a copy: the next epoch may write to the same memory
+    names, means = [*metrics, "explained_variance"], torch.stack(epochs).mean(0)
+    explained = 1 - batch.advantages.var() / batch.returns.var()
+    values = average(torch.cat([means, explained.unsqueeze(0)])).tolist()
+    return dict(zip(names, values, strict=True))
+
+
+def recorded(function: Callable, changed: list[Tensor]) -> Callable:
+    """A function of tensors, recorded as a CUDA graph by its first call: its many small kernels start as one.
+
+    On a CPU, the function itself runs. A graph repeats the same kernels on the same memory: inputs keep their
+    shapes, each call overwrites the results of the one before, and Python code does not run again. All else
+    that the function reads or changes, such as weights, must stay in its place, and numbers that change must
+    be tensors. `changed` are the tensors that it changes, apart from gradients: trial runs leave no trace.
+    See "CUDA Graphs" in PyTorch's notes on CUDA semantics.
+    """
+    graph, inputs, results = None, [], None
+
+    def call(*values: Tensor) -> Any:
+        nonlocal graph, inputs, results
+        if not values[0].is_cuda:
+            return function(*values)
+        if graph is None:
+            inputs, before = [x.clone() for x in values], [x.detach().clone() for x in changed]
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):  # in these trial runs, libraries allocate memory and choose their kernels
+                    function(*inputs)
+            torch.cuda.current_stream().wait_stream(stream)
+            for x, old in zip(changed, before, strict=True):
+                x.data.copy_(old)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                results = function(*inputs)
+        for x, value in zip(inputs, values, strict=True):
+            x.copy_(value)
+        graph.replay()
+        return results
+
+    return call
+
+
+def record(envs: Any, agent: Agent, optimizer: Adam, sums: Tensor, args: Args) -> tuple[Callable, ...]:
+    """collect_rollout, make_batch and learn; on a GPU, recorded."""
+    graph = recorded if args.cuda_graphs else lambda function, changed: function
+    choose, learnt = partial(act, agent), []
+    for parameter in agent.parameters():  # Adam would make these tensors in its first step, which is too late
+        zeros = torch.zeros_like(parameter)
+        slots = {"step": zeros.new_zeros(()), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+        learnt += [parameter, *optimizer.state.setdefault(parameter, slots).values()]
+    if isinstance(envs, nn.Module):  # all T steps are one graph
+        collect = graph(partial(collect_rollout, envs, choose, args.num_steps), [*envs.buffers()])
+    else:
+        collect = partial(collect_rollout, envs, graph(choose, []), args.num_steps)
+    prepare = graph(partial(make_batch, agent, sums, args), [sums, *agent.buffers()])
+    return collect, prepare, graph(partial(learn, agent, optimizer, args), learnt)
+
+
+def train(args: Args, envs: Any = None) -> dict:
+    """PPO ([PPO], Algorithm 1), then a greedy evaluation. Ctrl-C saves and stops, without an evaluation.
+
+    Returns "checkpoint" (its path), "training_return" (mean of the last 100 episodes) and "greedy_returns"
+    (of the evaluation's episodes). Raises `ValueError` for invalid settings. With `resume`, the
+    other settings are still those of `args`: only the command line takes them from the checkpoint. Under
+    torchrun, the first process logs, saves and evaluates; the others return nothing.
+    """
+    check_args(args)
+    envs = make_envs(args) if envs is None else envs
+    torch.set_float32_matmul_precision("high")  # matrix products in TF32, on GPUs that have it
+    torch.manual_seed(args.seed)  # all processes start with the same weights
+    agent = Agent(args, envs.obs_size, envs.actor_obs_size, envs.action_size).to(args.device)
+    on_gpu, state = args.device == "cuda", State()
+    optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True, capturable=on_gpu)
+    if PROCESSES > 1 and not dist.is_initialized():
+        # After Adam, which imports what would keep the connection open at exit.
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+    torch.manual_seed(args.seed + 1000 * RANK)
+    obs = envs.reset().clone()
+    envs.steps.random_(envs.max_steps)  # spread the time limits of the environments ([Minutes])
+    sums = torch.zeros(3, args.num_envs, device=args.device)
+    sums[1] = math.nan  # the returns of these first, shortened episodes, which are not logged
+    if isinstance(envs, nn.Module) and PROCESSES == 1:
+        state.episodes = {"obs": obs, "sums": sums, **envs.state_dict(prefix="envs.")}
+    if args.resume:
+        restore(args.resume, args, agent, optimizer, state)
+    learning_rate = torch.as_tensor(optimizer.param_groups[0]["lr"], device=args.device)
+    optimizer.param_groups[0]["lr"] = learning_rate  # a tensor, as it changes
+    collect, prepare, epoch = record(envs, agent, optimizer, sums, args)
+    run = Run(args, agent, optimizer, state) if RANK == 0 else None
+    try:
+        while state.global_step < args.total_timesteps:
+            scheduled = args.learning_rate * (1 - state.global_step / args.total_timesteps)
+            if args.desired_kl is None:
+                learning_rate.fill_(scheduled)
+            rollout, obs = collect(obs)
+            batch, results = prepare(*rollout)
+            metrics = update(epoch, batch, args)
+            if args.desired_kl is not None:
+                if metrics["approx_kl"] > 1.5 * args.desired_kl:
+                    learning_rate /= 1.5
+                elif metrics["approx_kl"] < args.desired_kl / 1.5:
+                    learning_rate *= 1.5
+                learning_rate.clamp_(1e-5, scheduled)
+            state.global_step += len(batch.obs) * PROCESSES
+            if state.episodes:
+                state.episodes["obs"] = obs
+            if run:
+                run.log(metrics, finished_episodes(rollout, results))
+        if PROCESSES > 1:
+            del prepare, epoch  # NCCL waits for graphs that use it
+            dist.destroy_process_group()
+    except KeyboardInterrupt:
+        print("\nstopped", flush=True)
+    except Exception as error:
+        if run:
+            error.add_note(f"to continue from the last checkpoint: --resume {run.path}")
+        raise
+    return run.finish(envs) if run else {}
+
+
+# ========================== End of PPO. What follows is what training needs around it ======================
+
+
+# ------------------------------------------------- Processes and settings ----------------------------------
+
+
+def average(x: Tensor) -> Tensor:
+    """The mean over all processes, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+        x /= dist.get_world_size()
+    return x
+
+
+def check_args(args: Args) -> None:
+    """Raise `ValueError` for invalid settings."""
+    size = args.num_envs * args.num_steps
+    sizes = size, args.num_minibatches, args.update_epochs, args.hidden_size
+    devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    has_envs = not args.env_id.isidentifier() or args.env_id == "Pendulum" or find_spec("mujoco_playground")
+    for wrong, reason in [
+        (min(sizes) < 1 or not args.learning_rate > 0, "sizes and --learning-rate must be positive"),
+        (not 0 <= args.gamma <= 1, "--gamma must be from 0 to 1"),
+        (4 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 4} for this rollout"),
+        (size > args.total_timesteps, f"--total-timesteps must be at least {size}, the size of a rollout"),
+        (args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy"),
+        (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
+        (not devices.get(args.device), f"--device {args.device} is not there; use cpu"),
+        (not has_envs, f"{args.env_id} needs: pip install playground, on a GPU also 'jax[cuda13]'"),
+    ]:
+        if wrong:
+            raise ValueError(reason)
+
+
+# ------------------------------------------------- Environments --------------------------------------------
+
+
+class Pendulums(nn.Module):
+    """N pendulums: Gymnasium's Pendulum-v1 in PyTorch, and an example of what environments must have.
+
+    That is: the sizes, `max_steps` (the time limit), `steps` [N] of the current episodes (a tensor that can
+    be written to), `reset` and `step`. If they are a module whose buffers are all that `step` changes, each
+    in its place, then a CUDA graph records the steps, and a resumed run continues the episodes.
+    --capture-video needs `snapshot` and `render`, as `Playground` has them.
+    """
+
+    obs_size = actor_obs_size = 3  # the actor sees the first numbers of an observation, the critic all
+    action_size, max_steps = 1, 200
+
+    def __init__(self, args: Args):
+        super().__init__()
+        self.steps = nn.Buffer(torch.zeros(args.num_envs, device=args.device))
+        self.angle, self.speed = nn.Buffer(self.steps.clone()), nn.Buffer(self.steps.clone())  # rad, rad/s
+
+    def observe(self) -> Tensor:
+        return torch.stack([self.angle.cos(), self.angle.sin(), self.speed], -1)
+
+    def restart(self, where: Tensor) -> None:
+        """Start new episodes where this is true [N]."""
+        self.angle.copy_(torch.where(where, math.pi * (2 * torch.rand_like(self.angle) - 1), self.angle))
+        self.speed.copy_(torch.where(where, 2 * torch.rand_like(self.speed) - 1, self.speed))
+        self.steps.mul_(~where)
+
+    def reset(self) -> Tensor:
+        """Start new episodes everywhere. Returns their first observations [N, D]."""
+        self.restart(torch.ones_like(self.steps, dtype=torch.bool))
+        return self.observe()
+
+    def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Apply actions [N, A], in units of their bounds, and start a new episode wherever one has ended.
+
+        Returns the observations [N, D] to act on next; rewards, terminated and truncated (by the time limit),
+        each [N]; and the observations [N, D] that the actions led to, before new episodes started. If a
+        simulator does not keep the latter, as Isaac Lab, take those before the step where an episode ended:
+        at a time limit, their value takes the place of the last one's, as in RSL-RL.
+        """
+        torque = 2 * actions.squeeze(-1).clamp(-1, 1)  # N m
+        error = torch.remainder(self.angle + math.pi, 2 * math.pi) - math.pi
+        rewards = -(error**2 + 0.1 * self.speed**2 + 0.001 * torque**2)
+        self.speed.add_(0.05 * (15 * self.angle.sin() + 3 * torque)).clamp_(-8, 8)
+        self.angle.add_(0.05 * self.speed)
+        self.steps.add_(1)
+        last_obs, truncated = self.observe(), self.steps >= self.max_steps
+        self.restart(truncated)
+        return self.observe(), rewards, torch.zeros_like(truncated), truncated, last_obs
+
+
+class Playground:
+    """N environments of MuJoCo Playground. As in its own training, an environment repeats its first start."""
+
+    def __init__(self, args: Args):
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory to PyTorch
+        import jax
+        from mujoco_playground import registry
+
+        if args.env_id not in registry.ALL_ENVS:
+            similar = get_close_matches(args.env_id, registry.ALL_ENVS, cutoff=0.3)
+            raise ValueError(f"MuJoCo Playground has no {args.env_id}, but {', '.join(similar)}")
+        jax.config.update("jax_cuda_visible_devices", os.environ.get("LOCAL_RANK", "all"))
+        config = registry.get_default_config(args.env_id)
+        env = registry.load(args.env_id, config, {"impl": "jax"} if "impl" in config else None)
+        self.env, self.action_size, self.max_steps = env, env.action_size, config.episode_length
+        self.jax = jax
+        self.steps = torch.zeros(args.num_envs, device=args.device)
+        obs = jax.eval_shape(env.reset, jax.random.key(0)).obs
+        if isinstance(obs, dict) and obs.keys() != {"state", "privileged_state"}:
+            raise ValueError(f"{args.env_id} has observations {', '.join(obs)}: only vectors are supported")
+        sizes = [part.shape[-1] for part in jax.tree.leaves(obs)]
+        self.obs_size, self.actor_obs_size = sum(sizes), sizes[-1]
+
+        def merge(obs: Any) -> Any:
+            """In one array, what the robot sees ("state"), then what only the simulator knows."""
+            return jax.numpy.concatenate(jax.tree.leaves(obs)[::-1], -1)
+
+        def reset(key: Any) -> tuple:
+            state = env.reset(key)
+            return state, merge(state.obs)
+
+        def step(state: Any, start: Any, action: Any, cut: Any) -> tuple:
+            after = env.step(state, action)
+            over = (after.done > 0) | cut
+            first, last = (start.data, start.obs), (after.data, after.obs)
+            data, obs = jax.tree.map(lambda x, y: jax.numpy.where(over, x, y), first, last)
+            results = merge(obs), after.reward, after.done > 0, cut, merge(after.obs)
+            return after.replace(data=data, obs=obs), results
+
+        self.jit_reset, self.jit_step = jax.jit(jax.vmap(reset)), jax.jit(jax.vmap(step))
+
+    def reset(self) -> Tensor:
+        """As that of `Pendulums`."""
+        key = self.jax.random.key(torch.randint(2**31, ()).item())  # so that one generator has all seeds
+        self.start, obs = self.jit_reset(self.jax.random.split(key, len(self.steps)))
+        self.state = self.start
+        self.steps.zero_()
+        return torch.from_dlpack(obs)
+
+    def step(self, actions: Tensor) -> tuple[Tensor, ...]:
+        """As that of `Pendulums`."""
+        self.steps += 1
+        action, cut = map(self.jax.dlpack.from_dlpack, (actions.clamp(-1, 1), self.steps >= self.max_steps))
+        self.state, results = self.jit_step(self.state, self.start, action, cut)
+        obs, rewards, terminated, truncated, last_obs = map(torch.from_dlpack, results)
+        self.steps *= ~(terminated | truncated)
+        return obs, rewards, terminated, truncated, last_obs
+
+    def snapshot(self) -> Any:
+        """The state of the first environment."""
+        return self.jax.tree.map(lambda x: x[0], self.state)
+
+    def render(self, snapshots: list) -> list[np.ndarray]:
+        """An image [H, W, 3] of each."""
+        return self.env.render(snapshots)
+
+
+def make_envs(args: Args) -> Any:
+    """N environments on the device. Put your own here, with what `Pendulums` has."""
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    make: Any = Pendulums if args.env_id == "Pendulum" else Playground
+    envs = resolve_name(args.env_id)(args) if ":" in args.env_id else make(args)
+    if args.capture_video and not hasattr(envs, "render"):
+        raise ValueError(f"{args.env_id} cannot be recorded: it has no render")
+    check_step(envs, args)
+    return envs
+
+
+def check_step(envs: Any, args: Args) -> None:
+    """Raise `ValueError` if a first step returns something else, or the checkpoint is for something else."""
+
+    def kind(x: Any) -> str:
+        return f"{x.dtype} {[*x.shape]} on {x.device.type}" if isinstance(x, Tensor) else type(x).__name__
+
+    rows = torch.zeros(args.num_envs, device=args.device)
+    obs, ends = rows.new_zeros(args.num_envs, envs.obs_size), rows.bool()
+    expected = {"observations": obs, "rewards": rows, "terminated": ends, "truncated": ends, "last_obs": obs}
+    envs.reset()
+    results = envs.step(rows.new_zeros(args.num_envs, envs.action_size))
+    for (name, value), result in zip(expected.items(), results, strict=True):
+        if kind(result) != kind(value):
+            raise ValueError(f"{args.env_id}: step returns {name} as {kind(result)}, not as {kind(value)}")
+    path = args.resume or args.evaluate
+    if path and agent_sizes(path) != (envs.obs_size, envs.actor_obs_size, envs.action_size):
+        raise ValueError(f"{path} is of another script, or not for {args.env_id}")
+
+
+# ------------------------------------------------- Logging and checkpoints ---------------------------------
+
+
+def finished_episodes(rollout: Rollout, results: Tensor) -> list[list[float]]:
+    """Return and length of each whole episode that ended in a rollout, from its `running_sums`."""
+    ended = (rollout.terminated | rollout.truncated) & ~results[:, 1].isnan()
+    return results[:, 1:].transpose(1, 2)[ended].tolist()
+
+
+class Run:
+    """The folder of a run: its curves for TensorBoard, and its checkpoint."""
+
+    def __init__(self, args: Args, agent: Agent, optimizer: Adam, state: State):
+        self.args, self.agent, self.optimizer, self.state = args, agent, optimizer, state
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+        self.path = Path(args.resume or Path("runs", re.sub(r"[^\w.-]+", "_", name), "checkpoint.pt"))
+        folder = self.path.parent
+        if args.track:
+            import wandb
+
+            names = {"project": "ppo", "name": folder.name}
+            wandb.init(**names, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
+        print(f"{args.env_id}: {args.total_timesteps:,.0f} steps, seed {args.seed}\nfolder     {folder}")
+        if args.resume:
+            print(f"resumed    after {state.global_step:,} of {args.total_timesteps:,.0f} steps")
+        self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)
+        rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
+        self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
+        # A copy of this file, so that `plot.py` tells runs of changed copies apart.
+        Path(folder, Path(__file__).name).write_bytes(Path(__file__).read_bytes())
+        self.returns: list[float] = []  # of all episodes
+        self.average = math.nan  # of the last 100
+        self.last_time, self.last_step, self.last_print = time.monotonic(), state.global_step, 0.0
+        self.snapshot()
+        self.save()
+
+    def snapshot(self) -> None:
+        """Copy the state after a whole iteration: if the next one is interrupted, this is what is saved."""
+        content = {"args": asdict(self.args), "state": asdict(self.state), "random": torch.get_rng_state()}
+        content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
+        self.content = deepcopy(content)
+
+    def save(self) -> None:
+        """Write a checkpoint. If the process is killed meanwhile, the previous one is still there."""
+        self.writer.flush()  # first, so that the curves have no gap where training resumes
+        torch.save(self.content, self.path.with_suffix(".tmp"))
+        self.path.with_suffix(".tmp").replace(self.path)
+        self.last_save = time.monotonic()
+
+    def log(self, metrics: dict[str, float], episodes: list[list[float]]) -> None:
+        """Log an iteration, print progress, and save a checkpoint every minute."""
+        if not math.isfinite(metrics["approx_kl"] + metrics["grad_norm"]):
+            raise FloatingPointError("not finite: look for NaN in the environment, or lower --learning-rate")
+        args, step, now = self.args, self.state.global_step, time.monotonic()
+        scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
+        if episodes:
+            returns, lengths = np.transpose(episodes)
+            self.returns.extend(returns)
+            for suffix, statistic in (("", np.mean), ("_std", np.std), ("_min", np.min), ("_max", np.max)):
+                scalars[f"charts/episodic_return{suffix}"] = statistic(returns)
+            scalars["charts/episodic_return_100"] = self.average = float(np.mean(self.returns[-100:]))
+            scalars["charts/episodic_length"] = lengths.mean()
+        scalars["charts/learning_rate"] = self.optimizer.param_groups[0]["lr"].item()
+        scalars["charts/SPS"] = speed = (step - self.last_step) / (now - self.last_time)
+        self.last_time, self.last_step = now, step
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, value, step)
+        if step >= args.total_timesteps or now - self.last_print > 5:
+            self.last_print = now
+            shown = f"return {self.average:.5g}" if self.returns else "no episode has ended yet"
+            minutes = max(args.total_timesteps - step, 0) / speed / 60
+            line = f"{step:>10,} steps  {shown}  KL {metrics['approx_kl']:.4f}"
+            print(f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", flush=True)
+        self.snapshot()
+        if now - self.last_save > 60:
+            self.save()
+
+    def finish(self, envs: Any) -> dict:
+        """Save, evaluate unless training was stopped, and close the log. Returns the results."""
+        self.save()
+        results = {"checkpoint": str(self.path), "training_return": self.average}
+        if self.state.global_step >= self.args.total_timesteps:
+            returns = results["greedy_returns"] = evaluate(self.path, self.args, envs)
+            self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
+        self.writer.close()
+        print("curves     tensorboard --logdir runs")
+        return results
+
+
+def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
+    """The settings and the whole content of a checkpoint. Raises `ValueError` for any other file."""
+    try:
+        content = torch.load(path, map_location=device, weights_only=True)
+        known = {name: value for name, value in content["args"].items() if hasattr(Args, name)}
+        return Args(**known), content
+    except (pickle.UnpicklingError, EOFError, RuntimeError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is not a checkpoint of this script") from error
+
+
+def restore(path: str, args: Args, agent: Agent, optimizer: Adam, state: State) -> None:
+    """Continue the training in which this checkpoint was saved, and its episodes if they were saved, too."""
+    _, content = load_checkpoint(path)
+    agent.load_state_dict(content["agent"])
+    optimizer.load_state_dict(content["optimizer"])
+    state.global_step, episodes = content["state"]["global_step"], content["state"]["episodes"]
+    torch.manual_seed(args.seed + 1000 * RANK + state.global_step)
+    if [x.shape for x in episodes.values()] == [x.shape for x in state.episodes.values()]:
+        torch.set_rng_state(content["random"])
+        for name, x in state.episodes.items():
+            x.copy_(episodes[name])
+
+
+def agent_sizes(path: str | Path) -> tuple[int, ...]:
+    """How many numbers observations, their part for the actor, and actions have, by a checkpoint."""
+    weights = load_checkpoint(path)[1]["agent"]
+    names = "critic.0.weight", "actor.0.weight", "log_std"
+    return tuple(weights[name].shape[-1] if name in weights else 0 for name in names)
+
+
+def load_policy(path: str | Path, device: str = "cpu") -> Callable:
+    """A trained policy, as a function from observations [..., D] to the most likely actions [..., A]."""
+    args, content = load_checkpoint(path, device)
+    agent = Agent(args, *agent_sizes(path)).to(device)
+    agent.load_state_dict(content["agent"])
+
+    @torch.inference_mode()
+    def act(obs: Tensor) -> Tensor:
+        means, _ = agent.policy(agent.normalize(obs)).chunk(2, -1)
+        return means.contiguous()  # JAX takes no views
+
+    return act
+
+
+def evaluate(path: str | Path, args: Args, envs: Any) -> np.ndarray:
+    """Play an episode in each environment with the most likely actions; print and return their returns."""
+    act = load_policy(path, args.device)
+    torch.manual_seed(args.seed + 2**30)  # episodes that training has not seen
+    obs = envs.reset()
+    returns = torch.zeros(args.num_envs, device=args.device)
+    running, snapshots = torch.ones_like(returns, dtype=torch.bool), []
+    for _ in range(envs.max_steps):
+        if args.capture_video:
+            snapshots.append(envs.snapshot())
+        obs, rewards, terminated, truncated, _ = envs.step(act(obs))
+        returns += torch.where(running, rewards, 0)
+        running &= ~(terminated | truncated)
+    if args.capture_video:
+        from moviepy import ImageSequenceClip
+
+        video = str(Path(path).with_name("video.mp4"))
+        ImageSequenceClip(envs.render(snapshots), fps=30).write_videofile(video, logger=None)
+        print(f"video      {video}")
+    shown = f"{returns.mean():.5g} ± {returns.std():.3g}"
+    print(f"evaluation return {shown}, {len(returns)} episodes with the most likely actions")
+    return returns.cpu().numpy()
+
+
+RUN_ONLY = "resume", "evaluate", "track", "capture_video", "device"  # never taken from a checkpoint
+
+
+def parse_args() -> Args:
+    """The settings of the command line; with --resume or --evaluate, the others are the checkpoint's."""
+    description = __doc__.partition("\n  [PPO]")[0]
+    args = tyro.cli(Args, description=description)
+    if path := args.resume or args.evaluate:
+        saved, _ = load_checkpoint(path)
+        if ":" in saved.env_id and args.env_id != saved.env_id:
+            raise ValueError(f"{path} imports a module; if you trust it, add --env-id {saved.env_id}")
+        default = replace(saved, **{name: getattr(Args, name) for name in RUN_ONLY})
+        args = tyro.cli(Args, description=description, default=default)
+    elif args.env_id != Args.env_id:
+        args = tyro.cli(Args, description=description, default=OTHERS)
+    check_args(args)
+    return args
+
+
+def main() -> None:
+    """The command line. Invalid settings end with exit status 2."""
+    sys.path.append(".")  # where the `module:` of --env-id is looked for, too
+    try:
+        args = parse_args()
+        envs = make_envs(args)
+    except (ValueError, OSError, ImportError, AttributeError) as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: save, and stop
+    if args.evaluate:
+        evaluate(args.evaluate, args, envs)
+    elif results := train(args, envs):
+        module = f" --env-id {args.env_id}" if ":" in args.env_id else ""
+        print(f"resume     python {sys.argv[0]} --resume {results['checkpoint']}{module}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""A process of a test in test_gpu.py, which torchrun may start: `python gpu_worker.py <folder>`."""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+from helpers import weights  # noqa: E402
+from test_gpu import make_agent, make_args, random_rollout  # noqa: E402
+
+import ppo_gpu as ppo  # noqa: E402
+
+
+def share(columns, axis):
+    """This process's part of each column."""
+    return [column.tensor_split(ppo.PROCESSES, axis)[ppo.RANK].contiguous() for column in columns]
+
+
+torch.set_num_threads(1)
+os.chdir(sys.argv[1])
+torch.optim.Adam([torch.zeros(1)])  # before connecting, as in `train`
+if ppo.PROCESSES > 1:
+    dist.init_process_group("gloo")
+kept = {}
+
+moments = ppo.RunningMoments(3)
+for part in torch.from_numpy(1000 + 0.1 * np.random.default_rng(0).normal(size=(2, 600, 3))).float():
+    moments.update(share([part], 0)[0])
+kept["moments"] = moments.mean, moments.var, moments.count
+
+# One minibatch per epoch: what is in it does not depend on the number of processes.
+args = make_args(num_minibatches=1, learning_rate=1e-3)
+agent = make_agent(args) if ppo.PROCESSES == 1 else ppo.Agent(args, 4, 3, 2)
+if ppo.PROCESSES > 1:
+    agent.load_state_dict(torch.load("agent.pt"))
+else:
+    torch.save(agent.state_dict(), "agent.pt")
+rollout = ppo.Rollout(*share(random_rollout(args, agent, 4), 1))
+batch, _ = ppo.make_batch(agent, torch.zeros(3, rollout.rewards.shape[1]), args, *rollout)
+optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
+kept["metrics"] = ppo.update(lambda *x: ppo.learn(agent, optimizer, args, *x), batch, args)
+kept["weights"] = weights(agent)
+
+if ppo.PROCESSES > 1:
+    make_batch = ppo.make_batch
+
+    def watched(agent, *columns):
+        kept["trained"] = agent.state_dict()  # in place: the last weights
+        kept["obs"] = columns[2].clone()
+        return make_batch(agent, *columns)
+
+    ppo.make_batch = watched
+    ppo.train(make_args(total_timesteps=2048))
+torch.save(kept, f"{ppo.PROCESSES}-{ppo.RANK}.pt")

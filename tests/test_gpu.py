@@ -1,0 +1,864 @@
+"""What is ppo_gpu.py's own: rollouts, environments, CUDA graphs, several processes, its command line."""
+
+import contextlib
+import copy
+import inspect
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import gpu_envs
+import gymnasium as gym
+import helpers
+import numpy as np
+import pytest
+import torch
+from helpers import checkpoint_in, curves, flags, load, same, weights
+from torch.distributions import Independent, Normal
+from torch.optim import Adam
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+import ppo_gpu as ppo
+
+CASE = SimpleNamespace(script=ppo, file="ppo_gpu.py")
+SMALL = {"num_envs": 16, "num_steps": 8, "num_minibatches": 4, "update_epochs": 2, "hidden_size": 16}
+SMALL |= {"device": "cpu", "total_timesteps": 8 * 16 * 8}
+SCRIPTED = "gpu_envs:Scripted"
+
+
+def make_args(**changes):
+    return ppo.Args(**SMALL | {"env_id": "gpu_envs:Target"} | changes)
+
+
+def make_agent(args, sizes=(4, 3, 2), seed=0):
+    """An agent whose policy depends on what it sees, and whose statistics are not those of a new one."""
+    torch.manual_seed(seed)
+    agent = ppo.Agent(args, *sizes)
+    with torch.no_grad():
+        agent.actor[-1].weight.mul_(60)
+        agent.log_std.copy_(torch.linspace(-1, 0.3, sizes[2]))
+    agent.obs_moments.update(0.5 + 2 * torch.randn(50, sizes[0]))
+    agent.return_moments.update(1 + 3 * torch.randn(50, 1))
+    return agent
+
+
+def call(folder, *words, **settings):
+    return helpers.call(CASE, folder, *flags(**settings), *words)
+
+
+def run(folder, *words, **settings):
+    """A short run from the command line, which must succeed. Returns what it printed, and its checkpoint."""
+    folder.mkdir(exist_ok=True)
+    done = call(folder, *words, **{"env_id": "gpu_envs:Target"} | SMALL | settings)
+    assert (done.status, done.err) == (0, ""), done.err
+    return done.out, checkpoint_in(folder)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A short run on the pendulums: its folder, what it printed, and its checkpoint."""
+    folder = tmp_path_factory.mktemp("gpu")
+    printed, path = run(folder, env_id="Pendulum", total_timesteps=16 * 8 * 60)
+    return SimpleNamespace(folder=folder, printed=printed, path=path)
+
+
+# Environments
+
+
+def test_pendulums_are_gymnasiums():
+    """For 1,000 steps: observations, rewards, the time limit, and how episodes start."""
+    envs = ppo.Pendulums(make_args(num_envs=3)).double()
+    envs.reset()
+    theirs = [gym.make("Pendulum-v1") for _ in range(3)]
+    rng, starts = np.random.default_rng(0), []
+
+    def start(n):
+        theirs[n].reset()
+        theirs[n].unwrapped.state = np.array([envs.angle[n].item(), envs.speed[n].item()])
+        starts.append([envs.angle[n].item(), envs.speed[n].item()])
+
+    for n in range(3):
+        start(n)
+    for _ in range(1000):
+        actions = rng.uniform(-1.5, 1.5, (3, 1)).astype(np.float32)
+        obs, rewards, terminated, truncated, last_obs = envs.step(torch.from_numpy(actions).double())
+        assert not terminated.any()
+        for n, env in enumerate(theirs):
+            their_obs, their_reward, _, their_end, _ = env.step(2 * actions[n])
+            np.testing.assert_allclose(last_obs[n], their_obs, atol=1e-5)
+            assert rewards[n].item() == pytest.approx(their_reward, abs=1e-5)
+            assert truncated[n] == their_end
+            if their_end:
+                assert not torch.equal(obs[n], last_obs[n])
+                start(n)
+            else:  # the same state again, as errors of rounding grow near the top
+                assert torch.equal(obs[n], last_obs[n])
+                env.unwrapped.state = np.array([envs.angle[n].item(), envs.speed[n].item()])
+    assert len(starts) == 3 * 6
+    many = ppo.Pendulums(make_args(num_envs=20_000))
+    many.reset()
+    for values, bound in ((many.angle, np.pi), (many.speed, 1)):
+        assert values.abs().max() <= bound
+        assert values.std().item() == pytest.approx(bound / np.sqrt(3), rel=0.02)
+        assert values.mean().item() == pytest.approx(0, abs=0.03 * bound)
+
+
+WRONG = {
+    "numpy_rewards": "rewards as ndarray, not as torch.float32 [16] on cpu",
+    "another_shape": "rewards as torch.float32 [16, 1] on cpu, not as torch.float32 [16] on cpu",
+    "info_last": "last_obs as dict, not as torch.float32 [16, 2] on cpu",
+    "dict_observations": "observations as dict",
+    "another_device": "observations as torch.float32 [16, 2] on meta, not as torch.float32 [16, 2] on cpu",
+    "float_ends": "truncated as torch.float32 [16] on cpu, not as torch.bool [16] on cpu",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_environments(name, tmp_path):
+    """What `step` returns is checked at once: one sentence, exit status 2, and no folder."""
+    done = call(tmp_path, **SMALL, env_id=f"gpu_envs:{name}")
+    assert (done.status, done.out, list(tmp_path.iterdir())) == (2, "", [])
+    assert done.err.startswith(f"ppo_gpu.py: gpu_envs:{name}: step returns {WRONG[name]}")
+    assert done.err.count("\n") == 1
+
+
+# Equations
+
+
+def random_rollout(args, agent, seed=0):
+    """Random rows, with ends of all kinds in all steps, and NaN for the state after a terminal one."""
+    torch.manual_seed(seed)
+    shape = args.num_steps, args.num_envs
+    obs, last_obs = 1 + 2 * torch.randn(2, *shape, agent.obs_moments.mean.numel())
+    actions, log_probs = ppo.act(agent, obs)
+    terminated, truncated = torch.rand(2, *shape) < 0.15
+    last_obs[terminated] = torch.nan
+    return ppo.Rollout(obs, actions, log_probs, 0.3 + torch.randn(shape), terminated, truncated, last_obs)
+
+
+def direct_gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
+    """A_t = Σ_l (γλ)^l δ_{t+l}, each sum by itself, up to the episode's end or the last row; in float64."""
+    advantages = np.zeros(rewards.shape)
+    for t, n in np.ndindex(*rewards.shape):
+        for step in range(t, len(rewards)):
+            future = 0.0 if terminated[step, n] else gamma * next_values[step, n]
+            delta = rewards[step, n] + future - values[step, n]
+            advantages[t, n] += (gamma * gae_lambda) ** (step - t) * delta
+            if terminated[step, n] or truncated[step, n]:
+                break
+    return advantages
+
+
+def test_gae_is_a_sum():
+    """With resets in the same step; what follows a terminal state is never used, even if it is NaN."""
+    rng = np.random.default_rng(0)
+    rewards, values, next_values = rng.normal(size=(3, 30, 8))
+    terminated, truncated = rng.random((2, 30, 8)) < 0.1
+    next_values[terminated] = np.nan
+    expected = direct_gae(rewards, values, next_values, terminated, truncated, 0.97, 0.9)
+    tensors = map(torch.from_numpy, (rewards, values, next_values, terminated, truncated))
+    advantages, returns = ppo.compute_gae(*tensors, 0.97, 0.9)
+    np.testing.assert_allclose(advantages, expected, rtol=1e-12)
+    np.testing.assert_allclose(returns, expected + values, rtol=1e-12)
+
+
+def test_log_prob_and_entropy():
+    """As PyTorch's diagonal Gaussian has them."""
+    torch.manual_seed(0)
+    policy, actions = torch.randn(50, 6), torch.randn(50, 3)
+    means, log_stds = policy.chunk(2, -1)
+    normal = Independent(Normal(means, log_stds.exp()), 1)
+    torch.testing.assert_close(ppo.log_prob(policy, actions), normal.log_prob(actions))
+    torch.testing.assert_close(ppo.entropy(policy), normal.entropy())
+
+
+def test_the_actor_does_not_see_what_only_the_simulator_knows():
+    """It acts on the first numbers of an observation; the critic sees all."""
+    agent = make_agent(make_args())
+    obs = torch.randn(5, 4)
+    changed = obs + torch.tensor([0, 0, 0, 1.0])
+    assert torch.equal(agent.policy(obs), agent.policy(changed))
+    assert not torch.equal(agent.policy(obs), agent.policy(obs + torch.tensor([0, 0, 1.0, 0])))
+    assert (agent.value(obs) != agent.value(changed)).all()
+
+
+# Rollout and batch
+
+
+def replay(n, episode, steps, actions):
+    """What `Scripted` does in one environment, step by step: rows, and the episodes that end."""
+    rows, episodes, total, step, action = [], [], 0.0, 0, 0.0
+    for t in range(steps):
+        obs = gpu_envs.Scripted.observe(n, episode, step, action)
+        step, action = step + 1, float(actions[t])
+        reward = gpu_envs.Scripted.reward(n, episode, step)
+        terminated, truncated = gpu_envs.Scripted.ends(n, episode, step)
+        last_obs = gpu_envs.Scripted.observe(n, episode, step, action)
+        total += reward
+        rows.append((obs, reward, terminated, truncated, last_obs))
+        if terminated or truncated:
+            episodes.append((t, n, total, step))
+            episode, step, total, action = episode + 1, 0, 0.0, 0.0
+    return rows, episodes
+
+
+def test_a_rollout_is_the_script():
+    """Each row of several rollouts, with ends in all places; and the actions are the policy's.
+
+    Episodes that ended are reported with their returns and lengths, but for the first of each environment.
+    """
+    args = make_args(env_id=SCRIPTED, num_envs=7, num_steps=5)
+    agent, envs = make_agent(args), gpu_envs.Scripted(args)
+    obs, sums = envs.reset().clone(), torch.zeros(3, 7)
+    sums[1] = torch.nan
+    rollouts, found, noise = [], [], []
+    for i in range(8):
+        with torch.no_grad():
+            rollout, obs = ppo.collect_rollout(envs, partial(ppo.act, agent), 5, obs)
+            policy = agent.policy(agent.normalize(rollout.obs))
+        torch.testing.assert_close(rollout.log_probs, ppo.log_prob(policy, rollout.actions))
+        means, log_stds = policy.chunk(2, -1)
+        noise.append((rollout.actions - means) / log_stds.exp())
+        rollouts.append(rollout)
+        results = ppo.running_sums(rollout, sums, 0.9)
+        found += [(i, *episode) for episode in ppo.finished_episodes(rollout, results)]
+    noise = torch.stack(noise)
+    assert abs(noise.mean()) < 0.15
+    assert abs(noise.std() - 1) < 0.1
+    joined = ppo.Rollout(*(torch.cat(column) for column in zip(*rollouts, strict=True)))
+    expected, kinds = [], set()
+    for n in range(7):
+        rows, episodes = replay(n, 1, 40, joined.actions[:, n, 0])
+        obs, rewards, terminated, truncated, last_obs = map(np.array, zip(*rows, strict=True))
+        np.testing.assert_allclose(joined.obs[:, n], obs, rtol=1e-6)
+        np.testing.assert_allclose(joined.rewards[:, n], rewards, rtol=1e-5)
+        np.testing.assert_array_equal(joined.terminated[:, n], terminated)
+        np.testing.assert_array_equal(joined.truncated[:, n], truncated)
+        np.testing.assert_allclose(joined.last_obs[:, n][~terminated], last_obs[~terminated], rtol=1e-6)
+        expected += episodes[1:]
+        ends = zip(terminated, truncated, np.arange(40) % 5, strict=True)
+        kinds |= {(a, b, step in (0, 4)) for a, b, step in ends if a or b}
+    assert (
+        len(kinds) == 6
+    )  # terminated, truncated, both; in the first or last step of a rollout, and elsewhere
+    expected = [(t // 5, total, length) for t, _, total, length in sorted(expected)]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_a_batch_is_exact():
+    """Scaled rewards, advantages, returns and statistics of two rollouts, against NumPy in float64.
+
+    All rows are there, observations are normalised as they were when acting, and no result is NaN.
+    """
+    args = make_args(num_envs=6, num_steps=9, gamma=0.9, gae_lambda=0.8)
+    agent = make_agent(args)
+    moments = agent.return_moments
+    mean, std, count = moments.mean.item(), moments.var.sqrt().item(), int(moments.count)
+    seen = [mean - std, mean + std] * (count // 2)  # other numbers with the same moments
+    running, sums = np.zeros(6), torch.zeros(3, 6)
+    for seed in range(2):
+        before, rollout = copy.deepcopy(agent), random_rollout(args, agent, seed)
+        batch, _ = ppo.make_batch(agent, sums, args, *rollout)
+        assert all(column.isfinite().all() for column in batch)
+        rewards = rollout.rewards.double().numpy()
+        ended = (rollout.terminated | rollout.truncated).numpy()
+        for t in range(9):
+            running = args.gamma * running + rewards[t]
+            seen += running.tolist()
+            running[ended[t]] = 0
+        scaled = np.clip(rewards / np.sqrt(np.var(seen) + 1e-8), -10, 10)
+        with torch.no_grad():
+            obs = before.normalize(rollout.obs)
+            values, next_values = before.value(obs), before.value(before.normalize(rollout.last_obs))
+        ends = rollout.terminated.numpy(), rollout.truncated.numpy()
+        advantages = direct_gae(scaled, values.numpy(), next_values.numpy(), *ends, 0.9, 0.8)
+        np.testing.assert_allclose(batch.advantages, advantages.flatten(), rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(
+            batch.returns, (advantages + values.numpy()).flatten(), rtol=1e-3, atol=1e-4
+        )
+        assert torch.equal(batch.obs, obs.flatten(0, 1))
+        assert torch.equal(batch.actions, rollout.actions.flatten(0, 1))
+        assert torch.equal(batch.old_log_probs, rollout.log_probs.flatten())
+        assert agent.obs_moments.count == 50 + (seed + 1) * 54
+    assert moments.var.item() == pytest.approx(np.var(seen), rel=1e-4)
+    np.testing.assert_allclose(sums[0], running, rtol=1e-5)
+
+
+def test_moments_keep_precision():
+    """Moments of parts are those of the whole, also where the mean is much larger than the deviation."""
+    x = 1000 + 0.1 * np.random.default_rng(0).normal(size=(4, 5000, 2))
+    moments = ppo.RunningMoments(2)
+    for part in x:
+        moments.update(torch.from_numpy(part).float())
+    np.testing.assert_allclose(moments.mean, x.reshape(-1, 2).mean(0), rtol=1e-6)
+    np.testing.assert_allclose(moments.var, x.reshape(-1, 2).var(0), rtol=0.01)
+    assert moments.count == 20_000
+
+
+# Update
+
+
+def reference_update(agent, batch, orders, args, rate):
+    """K epochs, written anew: autograd on the equations, gradients clipped by hand, Adam by its paper."""
+    parameters = list(agent.parameters())
+    m = [torch.zeros_like(x) for x in parameters]
+    v = [torch.zeros_like(x) for x in parameters]
+    step, norms = 0, []
+    for order in orders:
+        for rows in np.array_split(order.numpy(), args.num_minibatches):
+            obs, actions, old, advantages, returns = (column[rows] for column in batch)
+            advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
+            mean, log_std = agent.policy(obs).chunk(2, -1)
+            normal = Independent(Normal(mean, log_std.exp()), 1)
+            ratio = (normal.log_prob(actions) - old).exp()
+            low, high = 1 - args.clip_coef, 1 + args.clip_coef
+            worse = torch.where(advantages > 0, ratio.clamp(max=high), ratio.clamp(min=low)) * advantages
+            value_loss = ((agent.value(obs) - returns) ** 2).mean() / 2
+            loss = args.vf_coef * value_loss - worse.mean() - args.ent_coef * normal.entropy().mean()
+            gradients = torch.autograd.grad(loss, parameters)
+            norm = torch.cat([g.flatten() for g in gradients]).norm()
+            norms.append(norm.item())
+            step += 1
+            with torch.no_grad():
+                for x, g, a, b in zip(parameters, gradients, m, v, strict=True):
+                    g = g * min(1, args.max_grad_norm / (norm + 1e-6))
+                    a.mul_(0.9).add_(0.1 * g)
+                    b.mul_(0.999).add_(0.001 * g * g)
+                    x -= rate * (a / (1 - 0.9**step)) / ((b / (1 - 0.999**step)).sqrt() + 1e-5)
+    return norms
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"clip_coef": 0.02, "ent_coef": 0.1, "vf_coef": 2.0}, {"max_grad_norm": 0.1, "num_minibatches": 5}],
+)
+def test_an_update_is_the_equations(changes):
+    """Weights after all epochs on batches whose ratios clip, by an independent implementation in float64."""
+    args = make_args(num_envs=8, num_steps=9, learning_rate=3e-3, **changes)
+    agent = make_agent(args)
+    batch, _ = ppo.make_batch(agent, torch.zeros(3, 8), args, *random_rollout(args, agent))
+    batch = ppo.Batch(*(column.double() for column in batch))
+    agent.double()
+    other = copy.deepcopy(agent)
+    optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
+    orders, epochs = [], []
+
+    def epoch(order, *columns):
+        orders.append(order)
+        epochs.append(ppo.learn(agent, optimizer, args, order, *columns))
+        return epochs[-1]
+
+    metrics = ppo.update(epoch, batch, args)
+    assert len(orders) == 2
+    assert all(
+        torch.equal(order.sort().values, torch.arange(72)) for order in orders
+    )  # every row is learnt from
+    assert not torch.equal(*orders)
+    norms = reference_update(other, batch, orders, args, args.learning_rate)
+    torch.testing.assert_close(weights(agent), weights(other), rtol=1e-7, atol=1e-9)
+    assert metrics["grad_norm"] == pytest.approx(np.mean(norms))
+    assert metrics["clipfrac"] > 0.05 or args.clip_coef > 0.1
+    errors = 1 - batch.advantages.var() / batch.returns.var()
+    assert metrics["explained_variance"] == pytest.approx(errors.item())
+    assert metrics["entropy"] == pytest.approx(sum(float(e["entropy"]) for e in epochs) / 2)
+
+
+def rates(folder):
+    return list(curves(checkpoint_in(folder).parent)["charts/learning_rate"].values())
+
+
+def test_learning_rates(tmp_path):
+    """Linear to 0; with --desired-kl, times or over 1.5 after each iteration, at most the schedule."""
+    run(tmp_path / "a", learning_rate=0.01)
+    assert rates(tmp_path / "a") == pytest.approx([0.01 * (1 - i / 8) for i in range(8)])
+    run(tmp_path / "b", learning_rate=0.01, desired_kl=1e-9)
+    assert rates(tmp_path / "b") == pytest.approx([0.01 / 1.5 ** (i + 1) for i in range(8)])
+    run(tmp_path / "c", learning_rate=0.01, desired_kl=1000.0)
+    assert rates(tmp_path / "c") == pytest.approx([0.01 * (1 - i / 8) for i in range(8)])
+
+
+# CUDA graphs, on a CPU: `recorded` itself, with a stand-in for torch.cuda
+
+
+class Graph(TorchDispatchMode):
+    """As a CUDA graph: it records operations without an effect, and repeats them on the same memory."""
+
+    FORBIDDEN = "_local_scalar_dense", "nonzero", "masked_select"  # these would wait for the GPU
+
+    def __init__(self):
+        super().__init__()
+        self.operations, self.overwritten = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name, kwargs = function.__name__.split(".")[0], kwargs or {}
+        masks = [x for x in tree_flatten(args)[0] if isinstance(x, torch.Tensor) and x.dtype is torch.bool]
+        assert name not in self.FORBIDDEN
+        assert not (name.startswith("index") and masks), "the shape of the result is not known"
+        for i, argument in enumerate(function._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = args[i] if i < len(args) else kwargs.get(argument.name)
+                self.overwritten += [
+                    (x, x.detach().clone()) for x in tree_flatten(written)[0] if x is not None
+                ]
+        results = function(*args, **kwargs)
+        self.operations.append((function, args, kwargs, results))
+        return results
+
+    def computed(self):
+        """Each operation, and those of its results that are no views, and were not changed in their place."""
+        for function, args, kwargs, results in self.operations:
+            tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+            used = {x.untyped_storage().data_ptr() for x in tensors}
+            flat = enumerate(tree_flatten(results)[0])
+            new = [(i, x) for i, x in flat if isinstance(x, torch.Tensor)]
+            yield (
+                partial(function, *args, **kwargs),
+                [y for y in new if y[1].untyped_storage().data_ptr() not in used],
+            )
+
+    @torch.no_grad()
+    def replay(self):
+        for operation, old in self.computed():
+            results = tree_flatten(operation())[0]
+            for i, x in old:
+                x.detach().copy_(results[i])
+
+
+@contextlib.contextmanager
+def same_random_numbers(*_):
+    """Trial runs on a GPU draw random numbers. Here they are put back, so that runs can be compared."""
+    state = torch.get_rng_state()
+    yield
+    torch.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def record_in(graph, stream):
+    """Operations in here are recorded, and have no effect."""
+    with same_random_numbers(), graph:
+        yield
+    with torch.no_grad():
+        for x, before in reversed(graph.overwritten):
+            x.detach().copy_(before)
+        for _, results in graph.computed():
+            for _, x in results:
+                x.detach().fill_(torch.nan if x.is_floating_point() else 0)  # not known before it is replayed
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """`recorded` as on a GPU, with stand-ins for what it uses of torch.cuda."""
+    text = inspect.getsource(ppo.recorded)
+    assert text.count("if not values[0].is_cuda:") == 1
+    namespace = dict(vars(ppo))
+    exec(text.replace("not values[0].is_cuda", "False"), namespace)
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fakes = {"Stream": lambda: stream, "current_stream": lambda: stream, "stream": same_random_numbers}
+    for name, fake in (fakes | {"CUDAGraph": Graph, "graph": record_in}).items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(ppo, "recorded", namespace["recorded"])
+
+
+@pytest.mark.parametrize("env_id", ["Pendulum", SCRIPTED])
+def test_graphs_change_nothing(env_id, tmp_path, cuda):
+    """Training with recorded functions gives the same checkpoint and curves, bit for bit.
+
+    It fails if results are kept without a copy, if a trial run leaves a trace, if memory is replaced that a
+    graph uses, if a number that changes is not a tensor, or if a recorded function reads the device.
+    """
+    settings = {"env_id": env_id, "max_grad_norm": 0.3, "total_timesteps": 16 * 8 * 10}
+    _, plain = run(tmp_path / "a", "--no-cuda-graphs", **settings)
+    _, graphs = run(tmp_path / "b", **settings)
+    one, other = load(plain), load(graphs)
+    for content in (one, other):
+        for x in content["state"]["episodes"].values():
+            x.nan_to_num_(7)  # NaN is not equal to NaN
+    for name in ("agent", "state", "random"):
+        assert same(one[name], other[name]), name
+    assert same(one["optimizer"]["state"], other["optimizer"]["state"])
+    assert curves(plain.parent) == curves(graphs.parent)
+
+
+def test_recorded_is_the_function_on_a_cpu():
+    """With the same results, and without trial runs."""
+    calls = []
+    function = ppo.recorded(lambda x: calls.append(x) or 2 * x, [])
+    assert function(torch.ones(2)).tolist() == [2, 2]
+    assert len(calls) == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("env_id", ["Pendulum", "gpu_envs:Target"])
+def test_graphs_on_a_gpu(env_id, tmp_path):
+    """Recorded functions and ordinary ones learn alike from the same data."""
+    torch.set_default_device("cuda")
+    try:
+        finals = []
+        for graphs in (True, False):
+            args = make_args(env_id="Pendulum", device="cuda", cuda_graphs=graphs)
+            agent = ppo.Agent(args, 3, 3, 1)
+            agent.load_state_dict(make_agent(args, (3, 3, 1)).state_dict())
+            optimizer = Adam(agent.parameters(), 1e-3, eps=1e-5, fused=True, capturable=True)
+            rollout = random_rollout(args, agent, 5)
+            sums = torch.zeros(3, args.num_envs)
+            _, prepare, epoch = ppo.record(ppo.Pendulums(args), agent, optimizer, sums, args)
+            for _ in range(3):
+                batch, _ = prepare(*rollout)
+                epoch(torch.arange(len(batch.obs)), *batch)
+            finals.append(weights(agent))
+        torch.testing.assert_close(*finals, rtol=1e-3, atol=1e-4)
+    finally:
+        torch.set_default_device(None)
+
+
+# Runs
+
+
+def test_what_a_run_prints_and_holds(trained):
+    """Folder, progress, evaluation, a command that works; a checkpoint that loads without executing code."""
+    for text in (
+        r"^Pendulum: 7,680 steps, seed 1$",
+        r"^ +7,680 steps  return -1\d\d\d.*  KL 0\.\d+  [\d,]+/s  0 min left$",
+        r"^evaluation return -[\d.]+ ± [\d.]+, 16 episodes with the most likely actions$",
+        r"^resume +python ppo_gpu.py --resume (\S+checkpoint.pt)$",
+    ):
+        found = re.search(text, trained.printed, re.MULTILINE)
+        assert found, text
+    assert (trained.folder / found[1]).samefile(trained.path)
+    content = load(trained.path)
+    assert content["state"]["global_step"] == 7680
+    assert content["agent"]["obs_moments.count"] == content["agent"]["return_moments.count"] == 7680
+    assert {slots["step"].item() for slots in content["optimizer"]["state"].values()} == {60 * 2 * 4}
+    files = sorted(path.name.split(".")[0] for path in trained.path.parent.iterdir())
+    assert files == ["checkpoint", "events", "ppo_gpu"]
+
+
+def test_only_whole_episodes_are_logged(trained):
+    """All have 200 steps. The first ones, which were shortened to spread the time limits, are left out."""
+    logged = curves(trained.path.parent)
+    assert set(logged["charts/episodic_length"].values()) == {200}
+    assert min(logged["charts/episodic_length"]) > 200 * 16
+    assert len(logged["charts/episodic_length"]) > 10  # the ends of 16 episodes are spread over 25 iterations
+    for tag in ("_std", "_min", "_max", "_100"):
+        assert logged[f"charts/episodic_return{tag}"].keys() == logged["charts/episodic_return"].keys()
+
+
+def test_the_same_seed_gives_the_same_run(tmp_path):
+    """Bit for bit, and another seed does not."""
+    first, again, other = (
+        load(run(tmp_path / str(i), env_id="Pendulum", seed=seed)[1]) for i, seed in enumerate((1, 1, 2))
+    )
+    for name in ("agent", "optimizer", "random"):
+        assert same(first[name], again[name]), name
+        assert not same(first[name], other[name]), name
+
+
+def test_a_run_that_was_stopped_resumes_as_if_it_had_not_been(trained, tmp_path, monkeypatch):
+    """Ctrl-C in the middle of an update leaves the last whole iteration; then episodes and all else continue.
+
+    Weights, statistics, optimizer and curves are those of a run that was not stopped, bit for bit.
+    """
+    learn, calls = ppo.learn, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 54:  # the second epoch of iteration 27
+            raise KeyboardInterrupt
+        return learn(*args)
+
+    monkeypatch.setattr(ppo, "learn", interrupted)
+    printed, path = run(tmp_path, env_id="Pendulum", total_timesteps=7680)
+    assert "stopped" in printed
+    assert "evaluation" not in printed
+    assert load(path)["state"]["global_step"] == 26 * 128
+    monkeypatch.setattr(ppo, "learn", learn)
+    done = call(tmp_path, "--resume", path)
+    assert (done.status, done.err) == (0, "")
+    assert "resumed    after 3,328 of 7,680 steps" in done.out
+    for name in ("agent", "optimizer", "state", "random"):
+        assert same(load(path)[name], load(trained.path)[name]), name
+    resumed, whole = curves(path.parent), curves(trained.path.parent)
+    whole["charts/episodic_return_100"] = resumed["charts/episodic_return_100"] = None  # of this process
+    assert resumed == whole
+
+
+def test_resuming_with_other_environments(trained, tmp_path):
+    """Of another number: their episodes are new, and the rest continues."""
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(trained.path.read_bytes())
+    done = call(tmp_path, "--resume", path, num_envs=32, total_timesteps=7680 + 512)
+    assert (done.status, done.err) == (0, "")
+    assert load(path)["agent"]["obs_moments.count"] == load(path)["state"]["global_step"] == 7680 + 512
+
+
+def test_a_policy_acts_as_in_training(trained):
+    """`load_policy` gives the means for raw observations; an evaluation has one episode per environment."""
+    act, content = ppo.load_policy(trained.path), load(trained.path)
+    obs = torch.randn(5, 3)
+    agent = ppo.Agent(ppo.Args(**content["args"]), 3, 3, 1)
+    agent.load_state_dict(content["agent"])
+    assert torch.equal(act(obs), agent.policy(agent.normalize(obs))[:, :1])
+    args = make_args(env_id="Pendulum", num_envs=5)
+    returns = ppo.evaluate(trained.path, args, ppo.make_envs(args))
+    envs, totals = ppo.make_envs(args), torch.zeros(5)
+    torch.manual_seed(1 + 2**30)
+    obs = envs.reset()
+    for _ in range(200):
+        obs, rewards, *_ = envs.step(act(obs))
+        totals += rewards
+    np.testing.assert_allclose(returns, totals, rtol=1e-5)
+
+
+def test_evaluation_ends_with_each_episode(tmp_path):
+    """What an environment does after its first end does not count, and NaN neither."""
+    _, path = run(tmp_path, env_id=SCRIPTED)
+    args = make_args(env_id=SCRIPTED, num_envs=7)
+    envs = gpu_envs.Scripted(args)
+    returns = ppo.evaluate(path, args, envs)
+    expected = [sum(gpu_envs.Scripted.reward(n, 1, step) for step in range(1, 7)) for n in range(7)]
+    for n in range(7):
+        last = next(step for step in range(1, 7) if any(gpu_envs.Scripted.ends(n, 1, step)))
+        expected[n] = sum(gpu_envs.Scripted.reward(n, 1, step) for step in range(1, last + 1))
+    np.testing.assert_allclose(returns, expected, rtol=1e-5)
+
+
+def test_video(tmp_path):
+    """Of the first environment, where it can render; the pendulums cannot."""
+    pytest.importorskip("moviepy")
+    printed, path = run(tmp_path, "--capture-video")
+    assert path.with_name("video.mp4").stat().st_size > 1000
+    assert "video.mp4" in printed
+    refused = call(tmp_path, "--capture-video", **SMALL)
+    assert (refused.status, refused.err) == (2, "ppo_gpu.py: Pendulum cannot be recorded: it has no render\n")
+
+
+def test_nan_is_named(tmp_path):
+    """A NaN in the environment stops the run, before a checkpoint has it."""
+    done = call(tmp_path, env_id="gpu_envs:nan_rewards", **SMALL)
+    assert done.status == 1
+    assert "look for NaN in the environment" in done.err
+    path = checkpoint_in(tmp_path)
+    assert f"--resume {path.relative_to(tmp_path)}" in done.err
+    assert all(x.isfinite().all() for x in load(path)["agent"].values())
+
+
+REFUSALS = {
+    "--num-envs 0": "must be positive",
+    "--gamma 1.5": "--gamma",
+    "--num-minibatches 4097": "--num-minibatches must be at most 4096",
+    "--total-timesteps 1000": "--total-timesteps must be at least 16384",
+    "--device gpu": "use cpu",
+    "--env-id no_module:f": "no_module",
+    "--env-id gpu_envs:nothing": "nothing",
+    "--resume none.pt": "none.pt",
+    "--resume gpu_envs.py": "is not a checkpoint",
+}
+
+
+@pytest.mark.parametrize("words", REFUSALS)
+def test_refusals(words, tmp_path):
+    """Common mistakes end in one line, with exit status 2, before anything is written."""
+    words = words.replace("gpu_envs.py", gpu_envs.__file__)
+    done = call(tmp_path, "--device", "cpu", *words.split())
+    assert (done.status, done.out, list(tmp_path.iterdir())) == (2, "", [])
+    assert REFUSALS[words.replace(gpu_envs.__file__, "gpu_envs.py")] in done.err
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
+def test_a_checkpoint_for_something_else(flag, trained, tmp_path):
+    """Of other environments, or of another script: one line, with exit status 2."""
+    content = load(trained.path)
+    content["agent"] = {name: x for name, x in content["agent"].items() if name != "log_std"}  # as of ppo.py
+    torch.save(content, tmp_path / "other.pt")
+    for path, env_id in ((trained.path, "gpu_envs:Target"), (tmp_path / "other.pt", "Pendulum")):
+        done = call(tmp_path, flag, path, device="cpu", env_id=env_id)
+        message = f"ppo_gpu.py: {path} is of another script, or not for {env_id}\n"
+        assert (done.status, done.out, done.err) == (2, "", message)
+
+
+def test_help_and_defaults(tmp_path):
+    """Each flag has a text; other environments than the pendulums have other defaults."""
+    shown = call(tmp_path, "--help")
+    plain = re.sub(r"[│╭╮╰╯─\s]+", " ", shown.out)
+    for name in ppo.Args.__dataclass_fields__:
+        assert re.search(rf" --{name.replace('_', '-')}\b[^·]*?\w\w\w \w.*?\(default: ", plain), name
+    done = call(tmp_path, "--env-id", "gpu_envs:Target", "--num-minibatches", 70_000)
+    assert "must be at most 16384" in done.err  # 2,048 environments of 32 steps
+
+
+def test_numpy_numbers_as_settings(tmp_path, monkeypatch):
+    """From Python; the checkpoint has plain numbers."""
+    monkeypatch.chdir(tmp_path)
+    args = make_args(learning_rate=np.float64(1e-3), num_envs=np.int64(16))
+    results = ppo.train(args)
+    assert ppo.load_checkpoint(results["checkpoint"])[0].num_envs == 16
+    assert len(results["greedy_returns"]) == 16
+    assert np.isfinite(results["training_return"])
+
+
+# Several processes
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+WORKER = Path(__file__).with_name("gpu_worker.py")
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_with_twice_the_environments(tmp_path):
+    """Moments against NumPy; weights and metrics of an update, on halves of a rollout and on all of it.
+
+    In `train`, environments and actions differ, weights and statistics do not, and one process can resume.
+    """
+    for launcher in ([sys.executable], TORCHRUN):
+        subprocess.run([*launcher, str(WORKER), str(tmp_path)], check=True, timeout=200)
+    one, *others = (torch.load(tmp_path / f"{name}.pt") for name in ("1-0", "2-0", "2-1"))
+    x = 1000 + 0.1 * np.random.default_rng(0).normal(size=(2, 600, 3))
+    for each in (one, *others):
+        mean, var, count = each["moments"]
+        np.testing.assert_allclose(mean, x.reshape(-1, 3).mean(0), rtol=1e-6)
+        np.testing.assert_allclose(var, x.reshape(-1, 3).var(0), rtol=0.02)
+        assert count == 1200
+        torch.testing.assert_close(each["weights"], one["weights"], rtol=1e-5, atol=1e-6)
+        for name, value in one["metrics"].items():
+            if name != "explained_variance":  # the mean of both
+                assert each["metrics"][name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
+    assert same(*(other["trained"] for other in others))
+    assert not torch.equal(others[0]["obs"], others[1]["obs"])
+    path = checkpoint_in(tmp_path)
+    assert load(path)["state"]["global_step"] == load(path)["agent"]["obs_moments.count"].item() == 2048
+    done = call(tmp_path, "--resume", path, total_timesteps=3000, env_id="gpu_envs:Target")
+    assert (done.status, done.err) == (0, "")
+    assert load(path)["state"]["global_step"] >= 3000
+
+
+@pytest.mark.slow
+def test_torchrun_learns(tmp_path):
+    """The command of the docstring, on CPUs: two processes learn a little task, and write one folder."""
+    settings = SMALL | {"env_id": SCRIPTED.replace("Scripted", "Target"), "total_timesteps": 15_000}
+    settings |= {"learning_rate": 1e-2, "gamma": 0.0, "num_envs": 32}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    words = [*TORCHRUN, ppo.__file__, *flags(**settings)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert (
+        done.stdout.count("folder ")
+        == done.stdout.count("evaluation ")
+        == done.stdout.count("\nresume ")
+        == 1
+    )
+    path = checkpoint_in(tmp_path)
+    assert len(list(path.parent.glob("events*"))) == 1
+    (result,) = curves(path.parent)["eval/greedy_return"].values()
+    assert result > -0.1  # 5 steps; a random policy has about -3
+
+
+# Learning
+
+
+@pytest.mark.slow
+def test_pendulums_are_solved(tmp_path):
+    """By the defaults, in half of their steps, to about -150; a random policy has -1200."""
+    done = call(tmp_path, device="cpu", total_timesteps=500_000)
+    (result,) = curves(checkpoint_in(tmp_path).parent)["eval/greedy_return"].values()
+    assert result > -180, done.out
+
+
+@pytest.mark.slow
+def test_the_critic_learns_the_value_at_time_limits(tmp_path, monkeypatch):
+    """A constant reward of 1 in episodes of 5 steps that a time limit cuts: 1 / (1 - γ), not a sum of 5."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpu_envs.Target, "step", constant(gpu_envs.Target.step))
+    settings = {"gamma": 0.8, "learning_rate": 1e-2, "update_epochs": 4, "total_timesteps": 16 * 8 * 80}
+    results = ppo.train(make_args(**settings))
+    args, content = ppo.load_checkpoint(results["checkpoint"])
+    agent = ppo.Agent(args, 2, 1, 1)
+    agent.load_state_dict(content["agent"])
+    values = agent.value(agent.normalize(2 * torch.rand(50, 2) - 1))
+    scale = agent.return_moments.var.sqrt()
+    assert (values * scale).mean().item() == pytest.approx(5, abs=0.5)
+
+
+def constant(step):
+    def stepped(self, actions):
+        obs, rewards, *ends = step(self, actions)
+        return obs, torch.ones_like(rewards), *ends
+
+    return stepped
+
+
+# MuJoCo Playground: pip install -e ".[playground]"
+
+
+@pytest.mark.slow
+def test_playground(tmp_path, monkeypatch):
+    """Steps are those of the environment itself; at the time limit, it returns to where it started.
+
+    Of observations in two parts, what the robot sees comes first, then what only the simulator knows; other
+    dicts are refused. Then a few iterations of training.
+    """
+    registry = pytest.importorskip("mujoco_playground").registry
+    import jax
+
+    load_env = registry.load
+
+    def load_with(parts):
+        def load(*args):
+            env = load_env(*args)
+            reset, step = env.reset, env.step
+
+            def with_parts(state):
+                return state.replace(obs=parts(state.obs))
+
+            env.reset, env.step = lambda key: with_parts(reset(key)), lambda *x: with_parts(step(*x))
+            return env
+
+        return load
+
+    monkeypatch.setattr(registry, "load", load_with(lambda obs: {"pixels": obs}))
+    args = make_args(env_id="CartpoleBalance", num_envs=10, num_minibatches=2, total_timesteps=240)
+    with pytest.raises(ValueError, match="observations pixels: only vectors"):
+        ppo.Playground(args)
+    monkeypatch.setattr(registry, "load", load_with(lambda x: {"state": x[:2], "privileged_state": x}))
+    envs = ppo.Playground(args)
+    assert (envs.actor_obs_size, envs.obs_size, envs.action_size, envs.max_steps) == (2, 7, 1, 1000)
+    envs.max_steps = 3
+    first = envs.reset().clone()
+    plain, state = jax.jit(jax.vmap(envs.env.step)), envs.state
+    for t in range(1, 7):
+        actions = torch.rand(10, 1) * 3 - 1.5
+        state = plain(state, np.clip(actions.numpy(), -1, 1))
+        obs, rewards, terminated, truncated, last_obs = envs.step(actions)
+        np.testing.assert_allclose(last_obs[:, :2], np.asarray(state.obs["state"]), atol=1e-5)
+        np.testing.assert_allclose(last_obs[:, 2:], np.asarray(state.obs["privileged_state"]), atol=1e-5)
+        np.testing.assert_allclose(rewards, np.asarray(state.reward), atol=1e-5)
+        assert not terminated.any()
+        assert truncated.all() == truncated.any() == (t % 3 == 0)
+        assert torch.equal(obs, first if t % 3 == 0 else last_obs)
+        state = envs.start if t % 3 == 0 else state
+    assert not torch.equal(first, envs.reset())
+    monkeypatch.chdir(tmp_path)
+    results = ppo.train(args, envs)
+    assert results["training_return"] > 0
+    assert len(results["greedy_returns"]) == 10
+
+
+def test_names_of_playground(tmp_path):
+    """A name that it lacks is refused with similar ones."""
+    pytest.importorskip("mujoco_playground")
+    done = call(tmp_path, device="cpu", env_id="cheetah")
+    assert done.status == 2
+    assert re.fullmatch(r"ppo_gpu.py: MuJoCo Playground has no cheetah, but CheetahRun.*\n", done.err)
+
+
+def test_without_playground(tmp_path, monkeypatch):
+    """What to install is said."""
+    monkeypatch.setattr(ppo, "find_spec", lambda name: None)
+    done = call(tmp_path, device="cpu", env_id="CheetahRun")
+    assert (done.status, done.err) == (
+        2, "ppo_gpu.py: CheetahRun needs: pip install playground, on a GPU also 'jax[cuda13]'\n"
+    )  # fmt: skip
