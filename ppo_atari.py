@@ -613,8 +613,10 @@ class Run:
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
         """Log an iteration, print progress and advice, and save a checkpoint every minute."""
-        if not (0 < metrics["grad_norm"] < math.inf and math.isfinite(metrics["kl"])):
-            raise FloatingPointError("a gradient of 0 or not finite: check the loss, and --learning-rate")
+        if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
+            raise FloatingPointError("not finite: lower --learning-rate, or look for huge rewards")
+        if metrics["grad_norm"] == 0 and not self.last_print:  # in the first iteration
+            raise FloatingPointError("the gradient is 0: the loss does not depend on the networks")
         args, step, now = self.args, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
         if episodes:

@@ -277,6 +277,7 @@ def call(case, folder, *words):
     user_envs.LOG.clear()
     sys.path_importer_cache.pop(".", None)  # it is another folder now
     before, argv, path, handler = Path.cwd(), sys.argv, sys.path[:], signal.getsignal(signal.SIGTERM)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup, for example, turns it off
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             os.chdir(folder)
@@ -291,6 +292,7 @@ def call(case, folder, *words):
             os.chdir(before)
             sys.argv, sys.path[:] = argv, path
             signal.signal(signal.SIGTERM, handler)
+            signal.signal(signal.SIGINT, interrupt)
     return SimpleNamespace(status=status, out=out.getvalue(), err=err.getvalue())
 
 

@@ -478,4 +478,4 @@ def test_a_loss_without_gradients_stops_the_run(case, tmp_path, monkeypatch):
     monkeypatch.setattr(case.script, "ppo_loss", constant)
     done = call(case, tmp_path, *flags(env_id=case.walk, num_envs=4, num_steps=32, total_timesteps=300))
     assert done.status == 1
-    assert "FloatingPointError: a gradient of 0" in done.err
+    assert "FloatingPointError: the gradient is 0" in done.err
