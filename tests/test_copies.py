@@ -52,9 +52,9 @@ def test_drift_is_found_and_mended(tool, tmp_path):
         assert found.stdout.splitlines()[0] == f"ppo_continuous.py: {name} is not as in ppo.py"
         if not name.startswith("--"):
             changed = changed.replace(text, new)
-    start, end = changed.index("def seed_everything("), changed.index("def check_args(")
+    start, end = changed.index("def restore("), changed.index("def load_policy(")
     path.write_text(changed[:start] + changed[end:])
-    assert "ppo_continuous.py: seed_everything is not as in ppo.py" in tool().stdout
+    assert "ppo_continuous.py: restore is not as in ppo.py" in tool().stdout
     assert tool("--fix").returncode == 0
     assert path.read_text() == before
 
