@@ -90,11 +90,17 @@ def returns(results: pd.DataFrame, names: list[str], tasks: list[Task], peer: st
         for name in names:
             found, label = select(results, name, task), EXPERIMENTS[name].label
             if len(found):
+                theirs = select(results, peer, task).greedy
+                ours, other = spread(found.greedy), spread(theirs)
+                if theirs.mean() > found.greedy.mean():
+                    other = f"**{other}**"
+                else:  # also where there is no other
+                    ours = f"**{ours}**"
                 yield {
                     "environment, steps": name_of(task) + ("" if label == "the defaults" else f", {label}"),
                     "last 100 training episodes": spread(found.training),
-                    "greedy": f"**{spread(found.greedy)}**",
-                    "Stable-Baselines3 here": spread(select(results, peer, task).greedy),
+                    "greedy": ours,
+                    "Stable-Baselines3 here": other,
                     "best published": published(task[0]),
                 }
 
