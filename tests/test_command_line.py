@@ -112,6 +112,15 @@ def test_a_checkpoint_of_an_older_version_loads(trained, tmp_path):
     run(DISCRETE, tmp_path, "--evaluate", "checkpoint.pt")
 
 
+def test_missing_packages_are_named(tmp_path, monkeypatch):
+    """With the command that installs them."""
+    for case, words, package in (
+        (ATARI, [], "ale-py"), (DISCRETE, ["--track"], "wandb"), (DISCRETE, ["--capture-video"], "moviepy"),
+    ):  # fmt: skip
+        monkeypatch.setattr(case.script, "find_spec", lambda name: None)
+        assert_refused(case, tmp_path, words, f"pip install {package}".replace(" ale-py", " 'ale-py"))
+
+
 @atari_too
 def test_help(case, tmp_path):
     """The script's purpose, three examples, and each flag with a text."""
