@@ -76,7 +76,7 @@ class Args:  # the trailing comments become --help
     wandb_entity: str | None = None  # team at Weights & Biases; None is your own account
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda or mps
     num_threads: int = torch.get_num_threads()  # CPU threads of PyTorch, and of the games
-    bfloat16: bool = False  # compute products in bfloat16: faster on GPUs and some CPUs, far slower on others
+    bfloat16: bool = False  # compute products in bfloat16: faster on some CPUs, far slower on others
 
     # Environment
     env_id: str = "BreakoutNoFrameskip-v4"  # Gymnasium id; ALE/Breakout-v5 has sticky actions ([ALE])

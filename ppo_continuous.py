@@ -10,7 +10,7 @@
     python ppo_continuous.py --env-id Ant-v5 --env-kwargs '{"include_cfrc_ext_in_observation": false}'
     python ppo_continuous.py --evaluate runs/<run>/checkpoint.pt --capture-video
 
-It trains on any Gymnasium environment with `Box` actions and observations that flatten to a vector.
+It trains on any Gymnasium environment with `Box` actions [A] and observations that flatten to a vector.
 To use your own, register it and name it (`--env-id my_module:MyEnv-v0`), or change make_env.
 
   [PPO]     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347

@@ -76,20 +76,19 @@ class Args:  # the trailing comments become --help
     cuda_graphs: bool = True  # record CUDA graphs; switch it off to debug, or if a change cannot be recorded
 
     # Environment
-    env_id: str = "Pendulum"  # Pendulum, a name of MuJoCo Playground, or `module:function`
+    env_id: str = "Pendulum"  # Pendulum, a name of MuJoCo Playground, or `module:MyClass`
     num_envs: int = 1024  # N: environments that step in parallel, in each process
 
     # PPO
     total_timesteps: float = 1_000_000  # total number of transitions; 1e6 is fine
     num_steps: int = 16  # T: steps of each environment per rollout
-    learning_rate: float = 1e-3  # Adam's step size; with --desired-kl, its upper limit
-    anneal_lr: bool = True  # decay the learning rate linearly to 0
+    learning_rate: float = 1e-3  # Adam's step size, decayed linearly to 0; with --desired-kl, its upper limit
     gamma: float = 0.95  # γ: discount factor
     gae_lambda: float = 0.95  # λ: trades bias (0) against variance (1) of the advantages
     update_epochs: int = 10  # K: passes over each rollout
     num_minibatches: int = 8  # minibatches per epoch, one gradient step each
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
-    desired_kl: float | None = None  # adapt the learning rate to this KL divergence per iteration, in nats
+    desired_kl: float | None = None  # adapt the learning rate to this mean approx_kl of an iteration, in nats
     ent_coef: float = 0.0  # c₂: weight of the entropy bonus
     vf_coef: float = 0.5  # c₁: weight of the value loss, ½ (V - return)²
     max_grad_norm: float = 1.0  # clip the gradient to this global norm
@@ -502,8 +501,8 @@ class Pendulums(nn.Module):
 
     That is: the sizes, `max_steps` (the time limit), `steps` [N] of the current episodes (a tensor that can
     be written to), `reset` and `step`. If they are a module whose buffers are all that `step` changes, each
-    in its place, then a CUDA graph records the steps, and a resumed run continues the episodes.
-    --capture-video needs `snapshot` and `render`, as `Playground` has them.
+    in its place, then a CUDA graph records the steps, and a resumed run continues the episodes if it is of
+    one process. --capture-video needs `snapshot` and `render`, as `Playground` has them.
     """
 
     obs_size = actor_obs_size = 3  # the actor sees the first numbers of an observation, the critic all
