@@ -47,7 +47,7 @@ ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --surrogate kl-pen
 ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --adapt none --clip-vloss
 ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --async-envs
 ppo_continuous.py --total-timesteps 6000 --compile
-ppo_continuous.py --total-timesteps 4000 --env-id Hopper-v5 then --total-timesteps 8000
+ppo_continuous.py --total-timesteps 5000 --env-id Hopper-v5 then --total-timesteps 8000
 ppo_atari.py --total-timesteps 2048 --num-threads 1 --eval-episodes 2
 ppo_atari.py --total-timesteps 2048 --num-threads 1 --eval-episodes 2 --bfloat16
 ppo_atari.py --total-timesteps 2048 --num-threads 1 --eval-episodes 2 --env-id PongNoFrameskip-v4 --clip-vloss
