@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -93,7 +92,7 @@ class Case:
 
     def begin(self, args, seed=10):
         """Environments just reset, an agent and an empty rollout."""
-        envs = gym.wrappers.vector.RecordEpisodeStatistics(self.script.make_envs(args))
+        envs = self.script.make_envs(args)
         obs_space, num_actions = envs.single_observation_space, self.count(envs.single_action_space)
         agent = self.make_agent(args, 3, obs_space, num_actions)
         size = obs_space.shape[0]
