@@ -32,11 +32,11 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "scale_rewards make_batch distance_moved update train check_args "
     "State adjust_coefficients make_env make_envs load_policy evaluate RUN_ONLY parse_args main",
     "ppo_gpu.py": "CutOnce CutOnce.__init__ CutOnce.step RunningMoments.update Agent Agent.__init__ "
-    "Agent.normalize Agent.policy kl_divergence compute_gae Batch State ppo_loss Rollout Rollout.__init__ collect_rollout "
-    "scale_rewards normalize_rollout make_batch compute_gradients "
-    "distance_moved update adjust_coefficients train compiled seed_everything check_args "
-    "make_env make_envs rescale ADVICE advise Run.__init__ Run.log Run.progress Run.finish restore "
-    "load_policy evaluate RUN_ONLY parse_args main --desired_kl",
+    "Agent.normalize Agent.policy kl_divergence compute_gae Batch State ppo_loss Rollout Rollout.__init__ "
+    "collect_rollout scale_rewards normalize_rollout make_batch compute_gradients distance_moved update "
+    "adjust_coefficients train compiled seed_everything check_args make_env make_envs rescale ADVICE "
+    "advise Run.__init__ Run.log Run.progress Run.finish restore load_policy evaluate RUN_ONLY "
+    "parse_args main --desired_kl",
     "grpo.py": "PRETRAINED SHOWN ScalarModel ScalarModel.__init__ ScalarModel.forward Models Models.__init__ "
     "Task score whiten token_rewards compute_gae Batch ppo_loss collect update train evaluate PRODUCTS "
     "(TONES,GOOD,BAD) WORDS make_reviews write_review human tastes learn_from_comparisons load_pretrained "
