@@ -142,6 +142,7 @@ def test_statistics_of_the_tables():
     assert report.spread(np.array([2.0, 4.0, 9.0])) == f"5.0 ± {math.sqrt((9 + 1 + 16) / 2):.1f}"
 
 
+@pytest.mark.slow
 def test_tables_match_the_stored_results():
     """The tables in the files are those that report.py makes."""
     made = report.tables()
@@ -237,6 +238,7 @@ def test_language_run(name, quick, monkeypatch):
     assert result["gradient_steps"] == (40 if study.script is language.rlhf else 20)
 
 
+@pytest.mark.slow
 def test_reviews_have_the_same_scores_for_grpo(quick):
     """As a reward function of texts, with the penalty for missing stop tokens."""
     models, task = language.base_models("reviews", 1)

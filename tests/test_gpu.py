@@ -251,11 +251,8 @@ def test_a_batch_is_exact():
 
 
 def reference_update(agent, batch, orders, args, rate):
-    """K epochs, written anew: autograd on the equations, gradients clipped by hand, Adam by its paper."""
-    parameters = list(agent.parameters())
-    m = [torch.zeros_like(x) for x in parameters]
-    v = [torch.zeros_like(x) for x in parameters]
-    step, norms = 0, []
+    """K epochs, written anew: the equations by torch.distributions, and gradients clipped by hand."""
+    optimizer, norms = Adam(agent.parameters(), rate, eps=1e-5), []
     for order in orders:
         for rows in np.array_split(order.numpy(), args.num_minibatches):
             obs, actions, old, advantages, returns = (column[rows] for column in batch)
@@ -267,16 +264,12 @@ def reference_update(agent, batch, orders, args, rate):
             worse = torch.where(advantages > 0, ratio.clamp(max=high), ratio.clamp(min=low)) * advantages
             value_loss = ((agent.value(obs) - returns) ** 2).mean() / 2
             loss = args.vf_coef * value_loss - worse.mean() - args.ent_coef * normal.entropy().mean()
-            gradients = torch.autograd.grad(loss, parameters)
-            norm = torch.cat([g.flatten() for g in gradients]).norm()
-            norms.append(norm.item())
-            step += 1
-            with torch.no_grad():
-                for x, g, a, b in zip(parameters, gradients, m, v, strict=True):
-                    g = g * min(1, args.max_grad_norm / (norm + 1e-6))
-                    a.mul_(0.9).add_(0.1 * g)
-                    b.mul_(0.999).add_(0.001 * g * g)
-                    x -= rate * (a / (1 - 0.9**step)) / ((b / (1 - 0.999**step)).sqrt() + 1e-5)
+            optimizer.zero_grad()
+            loss.backward()
+            norms.append(torch.cat([x.grad.flatten() for x in agent.parameters()]).norm().item())
+            for x in agent.parameters():
+                x.grad *= min(1, args.max_grad_norm / (norms[-1] + 1e-6))
+            optimizer.step()
     return norms
 
 

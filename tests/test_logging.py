@@ -40,29 +40,6 @@ def test_episodes(case, tmp_path):
     assert data["eval/greedy_return"] == {step: pytest.approx(np.mean(evaluated), rel=1e-5)}
 
 
-@each_script
-def test_curves(case, tmp_path):
-    """All tags are there, at each iteration; schedules are what the settings say."""
-    words = ["--no-norm-obs", "--adapt", "none", *["--anneal-ent-coef"] * (case is DISCRETE)]
-    run(case, tmp_path, *words, total_timesteps=600, learning_rate=0.002, ent_coef=0.03)
-    data = curves(checkpoint_in(tmp_path).parent)
-    losses = "value_loss policy_loss entropy old_approx_kl approx_kl clipfrac explained_variance critic_error"
-    losses += " grad_norm kl first_approx_kl" + " std std_min std_max" * (case is CONTINUOUS)
-    steps = list(data["losses/kl"])
-    assert {tag for tag in data if tag.startswith("losses/")} == {f"losses/{name}" for name in losses.split()}
-    for name in losses.split():
-        assert list(data[f"losses/{name}"]) == steps, name
-    remaining = [1 - step / 600 for step in [0, *steps[:-1]]]
-    coefficients = {"learning_rate": (0.002, remaining), "kl_coef": (1.0, 1)}
-    if case is DISCRETE:
-        coefficients |= {"ent_coef": (0.03, remaining), "clip_coef": (0.2, 1)}
-    for name, (starts, shares) in coefficients.items():
-        expected = starts * np.ones(len(steps)) * shares
-        assert list(data[f"charts/{name}"].values()) == pytest.approx(expected, rel=1e-4), name
-    if case is DISCRETE:
-        assert 1.0 < data["losses/entropy"][steps[0]] <= 1.0987  # near log 3
-
-
 def test_a_run(tmp_path, monkeypatch):
     """What a changed loss adds to the metrics is a curve; a name with a slash is its whole tag.
 
