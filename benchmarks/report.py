@@ -186,12 +186,11 @@ def tables() -> dict[str, str]:
     made["atari"] = [*atari_table(results)]
     made["gpu"] = [*returns(results, ["gpu"], [experiments.PENDULUMS], "")]
     made["speed"] = [*speed_table(pd.read_csv(SPEEDS))]
-    for name in ("classic", "mujoco", "atari"):
-        rows = [row for row in made[name] if row["greedy"]]
-        made[f"{name}-short"] = [row | {"last 100 training episodes": ""} for row in rows]
-    made["speed-short"] = [row | {"s to the goal": ""} for row in made["speed"]]
-    short = [row for name in ("classic", "mujoco", "atari") for row in made[f"{name}-short"]]
-    made["summary"] = [row for row in short if row["environment, steps"] in SUMMARY]
+    made["atari-short"], made["speed-short"] = made["atari"], made["speed"]
+    for name in ("classic", "mujoco"):
+        made[f"{name}-short"] = [row | {"last 100 training episodes": ""} for row in made[name]]
+    rows = made["classic"] + made["mujoco"] + made["atari"]
+    made["summary"] = [row for row in rows if row["environment, steps"] in SUMMARY]
     return {name: markdown(rows) for name, rows in made.items()}
 
 
