@@ -459,7 +459,7 @@ def train(args: Args) -> dict:
     """
     check_args(args)
     torch.set_num_threads(args.num_threads)
-    envs = gym.wrappers.vector.RecordEpisodeStatistics(make_envs(args))
+    envs = make_envs(args)
     if envs.metadata.get("autoreset_mode") is not AutoresetMode.NEXT_STEP:
         raise ValueError("the environments must reset in the next step: see Rollout")
     env_seed = seed_everything(args.seed)
@@ -572,13 +572,31 @@ def make_env(args: Args, **kwargs) -> gym.Env:
     return gym.make(args.env_id, **json.loads(args.env_kwargs) | kwargs)
 
 
+class CutOnce(gym.Wrapper):
+    """Cuts one early episode at this step, so that the time limits of N environments do not coincide.
+
+    A rollout would otherwise see one phase of all episodes. The return of the cut episode is not reported.
+    """
+
+    def __init__(self, env: gym.Env, step: int):
+        super().__init__(gym.wrappers.RecordEpisodeStatistics(env))
+        self.steps_left = step
+
+    def step(self, action: np.ndarray) -> tuple:
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self.steps_left -= 1
+        return obs, reward, terminated, truncated or self.steps_left == 0, info
+
+
 def make_envs(args: Args) -> VectorEnv:
     """N environments, in this process or in one each. Observations are flat, dicts in alphabetical order."""
     seed = seed_everything(args.seed)
 
     def make(index: int) -> gym.Env:
         seed_everything(seed + index)  # a process needs its own random numbers
-        return gym.wrappers.FlattenObservation(make_env(args))
+        env = gym.wrappers.FlattenObservation(make_env(args))
+        limit = env.spec.max_episode_steps if env.spec else None
+        return CutOnce(env, index * limit // args.num_envs if limit else 0)
 
     vectorize = AsyncVectorEnv if args.async_envs else SyncVectorEnv
     return vectorize([partial(make, index) for index in range(args.num_envs)])

@@ -167,15 +167,11 @@ OWN_FLAGS = {  # of three tasks, besides the defaults: task, label and flags, by
 }
 CONTINUOUS = [
     Experiment("continuous", "the defaults", "ppo_continuous.py", each(MUJOCO, 5, first=101), "--compile"),
-    # Made when first episodes were cut, so that time limits did not coincide. These have whole ones:
-    Experiment("whole", "whole episodes", "ppo_continuous.py", each(MUJOCO, 5, first=401), "--compile"),
     Experiment("sb3-rl-zoo-mujoco", "Stable-Baselines3", "sb3", each(TUNED, 3)),
 ]
 for name, (env_id, label, flags) in OWN_FLAGS.items():
-    flags = f"--compile {flags}"
-    for whole, first, added in (("", 101, ""), ("whole-", 401, ", whole episodes")):
-        plan = each([(env_id, 1_000_000)], 5, first=first)
-        CONTINUOUS.append(Experiment(whole + name, label + added, "ppo_continuous.py", plan, flags))
+    plan = each([(env_id, 1_000_000)], 5, first=101)
+    CONTINUOUS.append(Experiment(name, label, "ppo_continuous.py", plan, f"--compile {flags}"))
 
 # Atari
 PONG, BREAKOUT = ("PongNoFrameskip-v4", 2_000_000), ("BreakoutNoFrameskip-v4", 10_000_000)

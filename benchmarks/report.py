@@ -178,19 +178,14 @@ def tables() -> dict[str, str]:
     made = {name: [*study_table(results, study)] for name, study in experiments.STUDIES.items()}
     tasks = [*experiments.CLASSIC, experiments.TAXI]
     made["classic"] = [*returns(results, ["classic", "classic-acrobot", "taxi"], tasks, "sb3-rl-zoo")]
-    names = [
-        "continuous",
-        "whole",
-        *(whole + name for name in experiments.OWN_FLAGS for whole in ("", "whole-")),
-    ]
+    names = ["continuous", *experiments.OWN_FLAGS]
     made["mujoco"] = [*returns(results, names, experiments.MUJOCO, "sb3-rl-zoo-mujoco")]
     made["atari"] = made["atari-short"] = [*atari_table(results)]
     made["speed"] = [*speed_table(speed)]
     short = [row for row in made["speed"] if row["task"].endswith((" 4", " 8"))]
     made["speed-short"] = [row | {"s to the goal": ""} for row in short]
     for name in ("classic", "mujoco"):
-        rows = [row for row in made[name] if "whole" not in row["environment, steps"]]
-        made[f"{name}-short"] = [row | {"last 100 training episodes": ""} for row in rows]
+        made[f"{name}-short"] = [row | {"last 100 training episodes": ""} for row in made[name]]
     return {name: markdown(rows) for name, rows in made.items()}
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -94,7 +93,7 @@ class Case:
 
     def begin(self, args, seed=10):
         """Environments just reset, an agent and an empty rollout."""
-        envs = gym.wrappers.vector.RecordEpisodeStatistics(self.script.make_envs(args))
+        envs = self.script.make_envs(args)
         obs_space, num_actions = envs.single_observation_space, self.count(envs.single_action_space)
         agent = self.make_agent(args, 3, obs_space, num_actions)
         size = obs_space.shape[0]
@@ -201,7 +200,8 @@ DISCRETE, CONTINUOUS = Discrete(ppo), Continuous(ppo_continuous)
 LSTM = Discrete(ppo_lstm)  # of which test_lstm.py tests what differs: memory, rollout, batch, loss and update
 ATARI = Discrete(ppo_atari)  # of which test_atari.py tests what differs: networks, rollout and update
 each_script = pytest.mark.parametrize("case", [DISCRETE, CONTINUOUS], ids=repr)
-atari_too = pytest.mark.parametrize("case", [DISCRETE, CONTINUOUS, ATARI], ids=repr)
+memory_too = pytest.mark.parametrize("case", [DISCRETE, CONTINUOUS, LSTM], ids=repr)
+atari_too = pytest.mark.parametrize("case", [DISCRETE, CONTINUOUS, ATARI, LSTM], ids=repr)
 
 
 def random_ends(rng, steps, envs, chance):

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 import user_envs
-from helpers import CONTINUOUS, DISCRETE, call, checkpoint_in, curves, each_script, load, run
+from helpers import CONTINUOUS, DISCRETE, call, checkpoint_in, curves, each_script, load, memory_too, run
 
 STATISTICS = {"": np.mean, "_std": np.std, "_min": np.min, "_max": np.max}
 
 
-@each_script
+@memory_too
 def test_episodes(case, tmp_path):
     """Returns and lengths of the episodes that ended in an iteration, as the environment saw it."""
     run(case, tmp_path, num_envs=1, num_steps=128, total_timesteps=1000)
@@ -205,7 +205,7 @@ def test_advice_of_a_run(tmp_path, monkeypatch, capsys):
     assert log(100, mean=20.0).count("the return is lower or hardly higher") == 1  # in the second half
 
 
-@each_script
+@memory_too
 def test_advice_is_printed_and_logged(case, tmp_path):
     """An update that is far too large is said at once; the settings are logged, too."""
     words = "--no-anneal-lr", "--adapt", "none"

@@ -162,3 +162,14 @@ def test_integer_actions(dtype, low, high):
     acted = CONTINUOUS.script.rescale(actions, box)
     np.testing.assert_array_equal(acted, expected)
     assert all(box.contains(action) for action in acted)
+
+
+def test_time_limits_do_not_coincide_and_cut_episodes_are_not_logged():
+    """Of 4 pendulums with a limit of 200 steps, one is cut at step 50, one at 100 and one at 150."""
+    args = CONTINUOUS.make_args(env_id="Pendulum-v1", num_envs=4, num_steps=450)
+    envs, agent, rollout = CONTINUOUS.begin(args)
+    episodes = CONTINUOUS.script.collect_rollout(envs, agent, rollout, args)
+    envs.close()
+    assert [np.flatnonzero(column)[0] + 1 for column in rollout.truncated.T] == [200, 50, 100, 150]
+    assert [length for _, length in episodes] == [200] * len(episodes)
+    assert rollout.truncated.sum() == len(episodes) + 3
