@@ -455,7 +455,7 @@ def train(args: Args) -> dict:
     """
     check_args(args)
     torch.set_num_threads(args.num_threads)
-    envs = gym.wrappers.vector.RecordEpisodeStatistics(make_envs(args))
+    envs = make_envs(args)
     if envs.metadata.get("autoreset_mode") is not AutoresetMode.NEXT_STEP:
         raise ValueError("the environments must reset in the next step: see Rollout")
     env_seed = seed_everything(args.seed)
@@ -552,7 +552,7 @@ def make_envs(args: Args) -> VectorEnv:
 
     def make(index: int) -> gym.Env:
         seed_everything(seed + index)  # a process needs its own random numbers
-        return gym.wrappers.FlattenObservation(make_env(args))
+        return gym.wrappers.RecordEpisodeStatistics(gym.wrappers.FlattenObservation(make_env(args)))
 
     vectorize = AsyncVectorEnv if args.async_envs else SyncVectorEnv
     return vectorize([partial(make, index) for index in range(args.num_envs)])

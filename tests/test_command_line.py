@@ -19,7 +19,6 @@ from helpers import (
     call,
     checkpoint_in,
     curves,
-    each_script,
     flags,
     load,
     memory_too,

@@ -18,7 +18,7 @@ STATISTICS = {"": np.mean, "_std": np.std, "_min": np.min, "_max": np.max}
 @memory_too
 def test_episodes(case, tmp_path):
     """Returns and lengths of the episodes that ended in an iteration, as the environment saw it."""
-    run(case, tmp_path, num_envs=1, num_steps=128, total_timesteps=1000)
+    run(case, tmp_path, num_envs=1, num_minibatches=1, num_steps=128, total_timesteps=1000)
     path = checkpoint_in(tmp_path)
     data, end = curves(path.parent), 0
     episodes, recent = user_envs.LOG["episodes"], []
@@ -205,7 +205,7 @@ def test_advice_of_a_run(tmp_path, monkeypatch, capsys):
     assert log(100, mean=20.0).count("the return is lower or hardly higher") == 1  # in the second half
 
 
-@memory_too
+@each_script
 def test_advice_is_printed_and_logged(case, tmp_path):
     """An update that is far too large is said at once; the settings are logged, too."""
     words = "--no-anneal-lr", "--adapt", "none"

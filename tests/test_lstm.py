@@ -80,7 +80,7 @@ def play_all(agent, obs, starts, norm_obs=True):
 
 def collect(args, rollouts, agent=None, change=lambda agent, rollout: None):
     """The agent, and copies of several consecutive rollouts with their batches."""
-    envs = gym.wrappers.vector.RecordEpisodeStatistics(ppo_lstm.make_envs(args))
+    envs = ppo_lstm.make_envs(args)
     space, num_actions = envs.single_observation_space, int(envs.single_action_space.n)
     agent = agent or make_agent(args, space, num_actions)
     rollout = ppo_lstm.Rollout(args, space.shape[0], num_actions)

@@ -130,7 +130,7 @@ def test_adapted_coefficients_continue(name, tmp_path):
         assert max(a / b, b / a) == pytest.approx(factor, rel=1e-4)
 
 
-@memory_too
+@each_script
 def test_flags_override_saved_ones(case, trained, tmp_path):
     """With --resume, a flag that is given counts, and the others are as they were."""
     path = copied(trained(case).checkpoint, tmp_path)
