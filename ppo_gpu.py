@@ -103,8 +103,8 @@ class Args:  # the trailing comments become --help
 # Defaults for all other environments. γ and the learning rate are those of Playground for its control suite.
 OTHERS = Args(num_envs=2048, num_steps=32, total_timesteps=30_000_000, gamma=0.995, update_epochs=8)
 OTHERS = replace(OTHERS, num_minibatches=16, hidden_size=256)
-RANK = int(os.environ.get("RANK", 0))  # of this process, and the number of all, as torchrun sets them
-PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0))  # of this process; torchrun sets both
+PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # how many there are
 
 # ------------------------------------------------- Networks -------------------------------------------------
 
@@ -372,9 +372,7 @@ def recorded(function: Callable) -> Callable:
     return call
 
 
-def record(
-    envs: Any, agent: Agent, optimizer: Adam, obs: Tensor, sums: Tensor, args: Args
-) -> tuple[Callable, Callable, Callable]:
+def record(envs: Any, agent: Agent, optimizer: Adam, obs: Tensor, sums: Tensor, args: Args) -> tuple:
     """collect_rollout, make_batch and learn; on a GPU, recorded."""
     graph = recorded if args.cuda_graphs and args.device == "cuda" else lambda function: function
     choose = partial(act, agent)
@@ -520,8 +518,8 @@ class Pendulums(nn.Module):
 
         Returns the observations [N, D] to act on next; rewards, terminated and truncated (by the time limit),
         each [N]; and the observations [N, D] that the actions led to, before new episodes started. If a
-        simulator does not keep the latter, as Isaac Lab, take those before the step where an episode ended:
-        at a time limit, their value takes the place of the last one's, as in RSL-RL.
+        simulator does not keep the latter, as Isaac Lab, return there the observations before the step: at a
+        time limit, their value stands in for that of the last state, as in RSL-RL.
         """
         torque = 2 * actions.squeeze(-1).clamp(-1, 1)  # N m
         error = torch.remainder(self.angle + math.pi, 2 * math.pi) - math.pi
@@ -535,7 +533,7 @@ class Pendulums(nn.Module):
 
 
 class Playground:
-    """N environments of MuJoCo Playground. As in its own training, an environment repeats its first start."""
+    """N environments of MuJoCo Playground. As in its own training, each starts all episodes in one state."""
 
     def __init__(self, args: Args):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory to PyTorch
@@ -543,7 +541,7 @@ class Playground:
         from mujoco_playground import registry
 
         if args.env_id not in registry.ALL_ENVS:
-            similar = get_close_matches(args.env_id, registry.ALL_ENVS, cutoff=0.3)
+            similar = get_close_matches(args.env_id, registry.ALL_ENVS, cutoff=0)
             raise ValueError(f"MuJoCo Playground has no {args.env_id}, but {', '.join(similar)}")
         jax.config.update("jax_cuda_visible_devices", os.environ.get("LOCAL_RANK", "all"))
         config = registry.get_default_config(args.env_id)
@@ -573,7 +571,7 @@ class Playground:
 
     def reset(self) -> Tensor:
         """As that of `Pendulums`."""
-        key = self.jax.random.key(torch.randint(2**31, ()).item())  # so that one generator has all seeds
+        key = self.jax.random.key(torch.randint(2**31, ()).item())  # torch.manual_seed decides it
         self.state = self.start = self.jit_reset(self.jax.random.split(key, len(self.steps)))
         self.steps.zero_()
         return torch.from_dlpack(self.merge(self.start.obs))
@@ -742,7 +740,7 @@ def restore(path: str, args: Args, agent: Agent, optimizer: Adam, state: State) 
 
 
 def agent_sizes(path: str | Path) -> tuple[int, ...]:
-    """How many numbers observations, their part for the actor, and actions have, by a checkpoint."""
+    """Sizes of observations, of their part for the actor, and of actions, by a checkpoint's weights."""
     weights = load_checkpoint(path)[1]["agent"]
     names = "critic.0.weight", "actor.0.weight", "log_std"
     return tuple(weights[name].shape[-1] if name in weights else 0 for name in names)

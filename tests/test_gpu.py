@@ -581,12 +581,14 @@ def test_a_run_that_was_stopped_resumes_as_if_it_had_not_been(trained, tmp_path,
 
 
 def test_resuming_with_other_environments(trained, tmp_path):
-    """Of another number: their episodes are new, and the rest continues."""
-    path = tmp_path / "checkpoint.pt"
-    path.write_bytes(trained.path.read_bytes())
+    """Of another number: their episodes are new, and the rest continues; on a CPU, also if a GPU began."""
+    path, content = tmp_path / "checkpoint.pt", load(trained.path)
+    content["optimizer"]["param_groups"][0]["capturable"] = True  # as on a GPU
+    torch.save(content, path)
     done = call(tmp_path, "--resume", path, num_envs=32, total_timesteps=7680 + 512)
     assert (done.status, done.err) == (0, "")
     assert load(path)["agent"]["obs_moments.count"] == load(path)["state"]["global_step"] == 7680 + 512
+    assert not load(path)["optimizer"]["param_groups"][0]["capturable"]
 
 
 def test_a_policy_acts_as_in_training(trained):
