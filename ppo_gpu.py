@@ -412,7 +412,7 @@ def train(args: Args, envs: Any = None) -> dict:
     if args.resume:
         restore(args.resume, args, agent, optimizer, state)
     learning_rate = torch.as_tensor(optimizer.param_groups[0]["lr"], device=args.device)
-    # As CUDA graphs need it, whatever the checkpoint had: a tensor, as it changes.
+    # As CUDA graphs need them, whatever the checkpoint has: the learning rate changes, so it is a tensor.
     optimizer.param_groups[0].update(lr=learning_rate, capturable=args.device == "cuda")
     collect, prepare, epoch = record(envs, agent, optimizer, obs, sums, args)
     run = Run(args, agent, optimizer, state) if RANK == 0 else None
