@@ -7,8 +7,8 @@
 
 RecurrentPPO has the settings of RL Baselines3 Zoo where it has some for the task (for CartPole without
 velocities, and for Acrobot with them), else its defaults with 16 environments. With "ours", it has those of
-ppo_lstm.py, and one LSTM for actor and critic. A return is the mean of the last 100 episodes of training. Each
-run is a process with one thread. Seconds are of CPU time, from the first step to the end of the last update.
+ppo_lstm.py, and one LSTM for actor and critic. A return is the mean of the last 100 episodes of training.
+Each run is a process with one thread. Seconds are of its CPU time, from the start to the last update's end.
 """
 
 import importlib
@@ -22,7 +22,6 @@ from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
-import pandas as pd
 from gymnasium import spaces
 
 HERE = Path(__file__).resolve().parent
@@ -162,6 +161,8 @@ def main() -> None:
     if "--one" in sys.argv:
         run_one(*sys.argv[2:4], int(sys.argv[4]))
         return
+    import pandas as pd
+
     table = pd.read_csv(RESULTS) if RESULTS.exists() else pd.DataFrame(columns=["task", "library", "seed"])
     done = set(table[["task", "library", "seed"]].itertuples(index=False, name=None))
     for seed, (task, library) in itertools.product((1, 2, 3), RUNS if "--run" in sys.argv else []):
