@@ -87,7 +87,7 @@ class Args:  # the trailing comments become --help
     anneal_lr: bool = True  # decay the learning rate linearly to 0
     gamma: float = 0.99  # γ: discount factor
     gae_lambda: float = 0.98  # λ: trades bias (0) against variance (1) of the advantages
-    update_epochs: int = 15  # K: passes over each rollout
+    update_epochs: int = 10  # K: passes over each rollout
     num_minibatches: int = 4  # minibatches of whole environments per epoch, one gradient step each
     norm_adv: bool = True  # normalise the advantages of each minibatch to mean 0, standard deviation 1
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
@@ -107,6 +107,8 @@ class Args:  # the trailing comments become --help
 
 
 # ------------------------------------------------- Networks -------------------------------------------------
+
+MEMORY_VECTORS = {"lstm": 2, "gru": 1}  # M
 
 
 def initialize(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Module:
@@ -330,12 +332,10 @@ class Rollout:
 
     def __init__(self, args: Args, obs_size: int, num_actions: int):
         shape = args.num_steps, args.num_envs
-        vectors = 2 if args.cell == "lstm" else 1
         self.obs = np.zeros((args.num_steps + 1, args.num_envs, obs_size), np.float32)
         self.starts = np.zeros((args.num_steps + 1, args.num_envs), bool)
-        self.memory = torch.zeros(
-            args.num_steps + 1, vectors, args.num_envs, args.hidden_size, device=args.device
-        )
+        memory_shape = args.num_steps + 1, MEMORY_VECTORS[args.cell], args.num_envs, args.hidden_size
+        self.memory = torch.zeros(memory_shape, device=args.device)
         self.policies = torch.zeros(*shape, num_actions, device=args.device)  # π_old(·|s)
         self.values = torch.zeros(args.num_steps + 1, args.num_envs, device=args.device)  # V(s)
         self.actions = np.zeros(shape, np.int64)
@@ -715,7 +715,7 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
     space, num_actions = env.observation_space, int(env.action_space.n)
     agent = Agent(args, gym.spaces.flatten_space(space), num_actions).to(device).eval()
     agent.load_state_dict(content["agent"])
-    memory = Rollout(args, 0, num_actions).memory[0, :, :1].to(device)
+    memory = torch.zeros(MEMORY_VECTORS[args.cell], 1, args.hidden_size, device=device)
 
     @torch.inference_mode()
     def act(obs: Any, start: bool | np.ndarray) -> np.ndarray:

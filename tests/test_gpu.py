@@ -375,7 +375,7 @@ def rates(folder):
 
 
 def test_learning_rates(tmp_path):
-    """Linear to 0; with --desired-kl, times or over 1.5 from the second iteration on, at most the schedule."""
+    """Linear to 0; with --desired-kl, times or over 1.5 after each iteration, up to the schedule."""
     run(tmp_path / "a", learning_rate=0.01)
     assert rates(tmp_path / "a") == pytest.approx([0.01 * (1 - i / 8) for i in range(8)])
     run(tmp_path / "b", learning_rate=0.01, desired_kl=1e-9)

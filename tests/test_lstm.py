@@ -403,6 +403,23 @@ def test_update_metrics():
     assert metrics["critic_error"] == pytest.approx(error, rel=1e-4)
 
 
+def test_gradient_steps():
+    """Each minibatch moves the weights by its own gradient, clipped, at the state's learning rate."""
+    args = make_args(max_grad_norm=0.1)
+    agent, _, batch = rollout_of(args)
+    by_hand = copy.deepcopy(agent)
+    for minibatch in recorded(agent, batch, args):
+        loss, _ = ppo_lstm.ppo_loss(by_hand, minibatch, args)
+        grads = torch.autograd.grad(loss, tuple(by_hand.parameters()))
+        norm = torch.cat([grad.flatten() for grad in grads]).norm()
+        assert norm > 0.1
+        with torch.no_grad():
+            for parameter, grad in zip(by_hand.parameters(), grads, strict=True):
+                parameter.sub_(1e-3 * grad * 0.1 / norm)
+    for one, other in zip(agent.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
 def test_target_kl_stops_after_an_epoch():
     """The epoch after which the KL is above it is the last."""
     args = make_args(learning_rate=0.1, update_epochs=5)

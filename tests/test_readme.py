@@ -25,9 +25,15 @@ import ppo
 import ppo_atari
 import ppo_continuous
 import ppo_gpu
+import ppo_lstm
 import ppo_rlhf
 
-SCRIPTS = {"ppo.py": ppo, "ppo_continuous.py": ppo_continuous, "ppo_atari.py": ppo_atari}
+SCRIPTS = {
+    "ppo.py": ppo,
+    "ppo_continuous.py": ppo_continuous,
+    "ppo_atari.py": ppo_atari,
+    "ppo_lstm.py": ppo_lstm,
+}
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = (
     "README.md",
@@ -192,7 +198,7 @@ def test_every_flag_exists():
     names = {field.name for script in scripts for field in fields(script.Args)}
     flags = {f"--{prefix}{name.replace('_', '-')}" for name in names for prefix in ("", "no-")}
     others = {"--help", "--compare", "--torch-backend", "--nproc-per-node", "--fix", "--check", "--logdir"}
-    others |= {"--only", "--store", "--dry-run", "--peers", "--cleanrl"}  # benchmarks
+    others |= {"--only", "--store", "--run", "--dry-run", "--peers", "--cleanrl"}  # benchmarks
     for name, text in PAGES.items():
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= flags | others, name
 
@@ -258,10 +264,10 @@ each_script = pytest.mark.parametrize("name", parameters(list(SCRIPTS)))
 
 @each_script
 def test_every_metric_is_documented(name, folder, tmp_path):
-    """Each tag that a script writes has a row. `folder` has runs of the scripts that need no game."""
-    if name == "ppo_atari.py":
+    """Each tag that a script writes has a row. `folder` has runs of `ppo.py` and `ppo_continuous.py`."""
+    if name in ("ppo_atari.py", "ppo_lstm.py"):
         folder = tmp_path
-        call(name, folder, *shortened(ppo_atari))
+        call(name, folder, *shortened(SCRIPTS[name]))
     tags = tags_in(next(folder.glob(f"runs/*/{name}")).parent)  # the copy of the script
     assert len(tags) > 10
     assert tags <= documented_tags()
