@@ -89,14 +89,15 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def user(folder, tmp_path, monkeypatch):
-    """A user who works in a copy of this folder. Whatever is done to `ppo` is undone."""
-    before, copy = dict(vars(ppo)), tmp_path / "user"
+    """A user who works in a copy of this folder. Whatever is done to the scripts is undone."""
+    before, copy = [dict(vars(ppo)), dict(vars(ppo_continuous))], tmp_path / "user"
     shutil.copytree(folder, copy)
     monkeypatch.chdir(copy)
     monkeypatch.syspath_prepend(str(copy))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: None, finish=lambda: None))
     yield copy
-    vars(ppo).update(before)
+    for script, names in zip((ppo, ppo_continuous), before, strict=True):
+        vars(script).update(names)
     gym.registry.pop("Corridor-v0", None)
     sys.modules.pop("my_env", None)
 
@@ -114,28 +115,25 @@ def test_each_line_has_a_test():
 
 
 @pytest.mark.parametrize("program", parameters(PROGRAMS))
-def test_each_program_runs(program, user, monkeypatch):
-    """Each Python block runs as a file, with short trainings."""
-    if "optuna" in program:
-        pytest.importorskip("optuna")
-    if "onnx" in program:
-        pytest.importorskip("onnxscript")
-    for word, module in {"import jax": "jax", "mjlab": "mjlab"}.items():
-        if word in program:
+def test_each_program_runs(program, user, monkeypatch, capsys):
+    """Each Python block runs as a file, by the command in its first line, with short trainings."""
+    for module in ("optuna", "onnxscript", "jax", "mjlab", "minigrid"):
+        if re.search(rf"(import|from|install.*) {module}\b", program):
             pytest.importorskip(module)
-    checkpoint, name = checkpoint_in(user), re.match(r"# (\w+\.py)|", program)[1]
-    arguments = {"my_ppo.py": shortened(ppo), "export.py": [str(checkpoint)]}
-    arguments["my_corridor.py"] = ["--env-id", "Corridor", *shortened(ppo)]
-    arguments["my_pairs.py"] = ["--env-id", "Pairs", *shortened(ppo)]
+    checkpoint, command = checkpoint_in(user), re.match(r"# (\w+\.py): python \1 (.*)|", program)
+    words = [str(checkpoint) if "checkpoint" in word else word for word in (command[2] or "").split()]
+    if "ppo.main()" in program:
+        words += shortened(ppo_continuous if "import ppo_continuous" in program else ppo)
     program = re.sub(r"total_timesteps=[\d_]+", "total_timesteps=2000", program)
     if "ppo_gpu" in program:
         monkeypatch.setattr(ppo_gpu, "Agent", ppo_gpu.Agent)  # what the program changes is undone
         program = program.replace("total_timesteps=2000", "num_envs=64, total_timesteps=8192")
         program = program.replace("CartpoleBalance", "Pendulum")  # Playground takes long to compile
     (user / "program.py").write_text(program.replace("n_trials=10", "n_trials=2"), encoding="utf-8")
-    monkeypatch.setattr(sys, "argv", ["program.py", *arguments.get(name, [])])
+    monkeypatch.setattr(sys, "argv", ["program.py", *words])
     runpy.run_path(str(user / "program.py"), run_name="__main__")
-    if name == "export.py":
+    assert "do not compute the same policy" not in capsys.readouterr().out
+    if command[1] == "export.py":
         check_exported(user, checkpoint)
 
 
@@ -170,6 +168,7 @@ def test_every_flag_exists():
     names = {field.name for script in scripts for field in fields(script.Args)}
     flags = {f"--{prefix}{name.replace('_', '-')}" for name in names for prefix in ("", "no-")}
     others = {"--help", "--compare", "--torch-backend", "--nproc-per-node", "--fix", "--check", "--logdir"}
+    others |= {"--fast", "--lowest"}  # .ci/run
     others |= {"--only", "--store", "--run", "--dry-run", "--peers", "--cleanrl"}  # benchmarks
     for name, text in PAGES.items():
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= flags | others, name
