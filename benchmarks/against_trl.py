@@ -37,7 +37,7 @@ from experiments import HERE
 sys.path.insert(0, str(HERE.parent))
 import grpo
 
-RESULTS = HERE / "trl.csv"
+RESULTS = HERE.parent / "results/data/trl.csv"
 LOSSES = {"constant": "dr_grpo", "token-mean": "dapo", "sequence-mean": "grpo"}  # our name, TRL's
 SEEDS = range(1, 6)
 STEPS = 50  # batches of 256 responses
@@ -170,7 +170,7 @@ def report() -> None:
     stored = pd.read_csv(RESULTS)
     for theme in THEMES:
         with mpl.rc_context(style(theme)):
-            save(draw(stored), HERE / "figures" / f"trl-{theme}.png")
+            save(draw(stored), HERE.parent / "results/figures" / f"trl-{theme}.png")
     stored["last_10"] = stored.reward.where(stored.step >= STEPS - 10)
     how = {"reward": "mean", "last_10": "mean", "seconds": "median", "peak_mib": "max"}
     runs = stored.groupby(["loss", "library", "seed"]).agg(how)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+DATA, FIGURES = ROOT / "results/data", ROOT / "results/figures"
 Task = tuple[str, int]  # environment and steps: runs of the same task can be compared
 
 
@@ -56,7 +58,7 @@ class Run:
 
     @property
     def flags(self) -> str:
-        """What differs from the defaults, for `results.csv`. If it changes, the run is missing again."""
+        """What differs from the defaults, for `runs.csv`. If it changes, the run is missing again."""
         if self.experiment.script != "sb3":
             return self.experiment.flags
         return " ".join(f"{name}={value}" for name, value in SB3[self.env_id].items())
@@ -185,4 +187,8 @@ ATARI = [
     Experiment("atari-sb3", "Stable-Baselines3", "sb3", each([BREAKOUT_SB3], 1)),
 ]
 
-EXPERIMENTS = {experiment.name: experiment for experiment in DISCRETE + CONTINUOUS + ATARI}
+# Thousands of environments
+PENDULUMS = ("Pendulum", 1_000_000)
+GPU = [Experiment("gpu", "the defaults", "ppo_gpu.py", each([PENDULUMS], 5), "--device cpu")]
+
+EXPERIMENTS = {experiment.name: experiment for experiment in DISCRETE + CONTINUOUS + ATARI + GPU}

@@ -16,15 +16,16 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import torch
-from experiments import EXPERIMENTS, HERE, Task
+from experiments import EXPERIMENTS, FIGURES, ROOT, Task
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from report import load, name_of, select
+from report import VARIANTS, load, name_of, select
+from run import SPEEDS
 
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(ROOT))
 from ppo import compute_gae
 
 THEMES = {"light": ("#ffffff", "#1f2328", "#d1d9e0"), "dark": ("#0d1117", "#f0f6fc", "#3d444d")}
@@ -75,7 +76,7 @@ def learning_curves(
 
 def figures(results: pd.DataFrame) -> dict[str, Figure]:
     """All figures, by name."""
-    made = {"objective": objective_figure(), "gae": gae_figure()}
+    made = {"objective": objective_figure(), "gae": gae_figure(), "speed": speed_figure()}
     for name, study in experiments.STUDIES.items():
         labels = {experiment: EXPERIMENTS[experiment].label for experiment in study.experiments}
         panels = [(task, quantity) for quantity in study.quantities for task in study.tasks]
@@ -92,6 +93,24 @@ def figures(results: pd.DataFrame) -> dict[str, Figure]:
     labels = {"atari-breakout": "ppo_atari.py at its defaults", "atari-pong": "with flags for Pong"}
     made["atari"] = learning_curves(results, labels, panels, 2, True)
     return made
+
+
+def speed_figure() -> Figure:
+    """Steps per second on each task: a bar for the median of the runs, and a line for their range."""
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    tasks = pd.read_csv(SPEEDS).groupby("env_id")
+    for axes, (env_id, found) in zip(figure.subplots(2, 2).flatten(), tasks, strict=False):
+        names = [VARIANTS.get(name, name) for name in found.variant]
+        for y, speeds in enumerate(np.sort(np.array(text.split(), float)) for text in found.speed):
+            ours = found.variant.iloc[y] == "eager" or names[y].startswith("--")
+            axes.barh(y, np.median(speeds), color=COLORS[0 if ours else 1])
+            axes.plot(speeds, np.full(len(speeds), y), color="gray")
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set_title(f"{env_id}, N = {found.num_envs.iloc[0]:,}", fontsize="medium")
+        axes.set_xlabel("steps per second")
+    return figure
 
 
 def objective_figure() -> Figure:
@@ -172,4 +191,4 @@ def draw(folder: Path, always: bool = True) -> None:
 
 
 if __name__ == "__main__":
-    draw(HERE / "figures", "--all" in sys.argv)
+    draw(FIGURES, "--all" in sys.argv)

@@ -29,7 +29,6 @@ from unittest.mock import patch
 import pandas as pd
 import torch
 import tyro
-from experiments import HERE
 from run import ROOT, git, provenance, refuse_uncommitted
 
 sys.path.insert(0, str(ROOT))
@@ -38,7 +37,7 @@ from optimum import compare_with_optimum
 import grpo
 import ppo_rlhf as rlhf
 
-RUNS, CURVES = HERE / "language.csv", HERE / "language_curves.csv"
+RUNS, CURVES = ROOT / "results/data/language.csv", ROOT / "results/data/language_curves.csv"
 RUN_COLUMNS = """study seed script task flags fault kl_coef episodes tokens gradient_steps seconds gold_before
     gold share_of_optimum objective objective_optimum score score_optimum kl kl_optimum best_score_at_kl
     reference_score left_out commit versions machine"""

@@ -180,7 +180,7 @@ def main() -> None:
     """The command line."""
     runs, curves = load()
     PAGE.write_text(fill(PAGE.read_text(), tables(runs, curves)))
-    draw(runs, curves, HERE / "figures")
+    draw(runs, curves, HERE.parent / "results/figures")
 
 
 if __name__ == "__main__":

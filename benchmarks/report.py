@@ -1,4 +1,4 @@
-"""Make the tables of README.md and benchmarks/README.md from the stored results.
+"""Make the tables of README.md and results/README.md from the stored results.
 
     python benchmarks/report.py              # rewrite the tables
     python benchmarks/report.py --check      # do the tables match the stored results?
@@ -11,7 +11,6 @@ Learning at the Edge of the Statistical Precipice").
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -20,19 +19,22 @@ from typing import Any
 import experiments
 import numpy as np
 import pandas as pd
-from experiments import EXPERIMENTS, HERE, Study, Task
+from experiments import EXPERIMENTS, ROOT, Study, Task
 from rliable.library import get_interval_estimates
+from run import CURVES, KEY, RUNS, SPEEDS
 
 Row = dict[str, str]  # the cells of a table, by the column's title
+PAGES = ROOT / "README.md", ROOT / "results/README.md"
+SUMMARY = ["CartPole-v1, 100k", "MountainCar-v0, 1M", "LunarLander-v3, 1M", "HalfCheetah-v5, 1M"]
+SUMMARY += ["Hopper-v5, 1M", "Humanoid-v5, 1M", "Swimmer-v5, 1M", "BreakoutNoFrameskip-v4, 10M"]
 
 
 def load() -> pd.DataFrame:
     """One row per run, with a column for each quantity of its learning curves: an array, or NaN."""
-    curves = pd.read_csv(HERE / "curves.csv")
+    curves = pd.read_csv(CURVES)
     curves["points"] = [np.array(text.split(), float) for text in curves.points]
-    key = ["experiment", "env_id", "steps", "seed"]
-    by_quantity = curves.set_index([*key, "quantity"]).points.unstack()
-    return pd.read_csv(HERE / "results.csv").join(by_quantity, on=key)
+    by_quantity = curves.set_index([*KEY, "quantity"]).points.unstack()
+    return pd.read_csv(RUNS).join(by_quantity, on=KEY)
 
 
 def select(results: pd.DataFrame, experiment: str, task: Task) -> pd.DataFrame:
@@ -75,34 +77,35 @@ def name_of(task: Task) -> str:
     return f"{env_id}, {steps // 1_000_000}M" if steps % 1_000_000 == 0 else f"{env_id}, {steps // 1000}k"
 
 
-def published(env_id: str) -> str:
-    """The best return published for PPO, with a link, if there is one that we know of."""
-    if env_id not in experiments.PUBLISHED:
-        return ""
+def published(env_id: str, bold: bool) -> str:
+    """The best return published for PPO, with a link."""
     mean, std, source, about = experiments.PUBLISHED[env_id]
     text = f"{mean:.1f}" if std is None else f"{mean:.1f} ± {std:.1f}"
+    text = f"**{text}**" if bold else text
     return f"[{text}]({experiments.SOURCES[source]}) ({source}{about and ', '}{about})"
 
 
 def returns(results: pd.DataFrame, names: list[str], tasks: list[Task], peer: str) -> Iterator[Row]:
-    """Returns on each task, with the defaults and with flags, beside Stable-Baselines3 and published ones."""
+    """Returns on each task, with the defaults and with flags, beside Stable-Baselines3 and published ones.
+
+    Whatever has the highest mean, as it is printed, is bold.
+    """
     for task in tasks:
         for name in names:
             found, label = select(results, name, task), EXPERIMENTS[name].label
-            if len(found):
-                theirs = select(results, peer, task).greedy
-                ours, other = spread(found.greedy), spread(theirs)
-                if theirs.mean() > found.greedy.mean():
-                    other = f"**{other}**"
-                else:  # also where there is no other
-                    ours = f"**{ours}**"
-                yield {
-                    "environment, steps": name_of(task) + ("" if label == "the defaults" else f", {label}"),
-                    "last 100 training episodes": spread(found.training),
-                    "greedy": ours,
-                    "Stable-Baselines3 here": other,
-                    "best published": published(task[0]),
-                }
+            if not len(found):
+                continue
+            theirs, known = select(results, peer, task).greedy, task[0] in experiments.PUBLISHED
+            means = [found.greedy.mean(), theirs.mean(), experiments.PUBLISHED.get(task[0], [np.nan])[0]]
+            best = np.round(means, 1) == np.nanmax(np.round(means, 1))
+            ours, other = spread(found.greedy), spread(theirs)
+            yield {
+                "environment, steps": name_of(task) + ("" if label == "the defaults" else f", {label}"),
+                "last 100 training episodes": spread(found.training),
+                "greedy": f"**{ours}**" if best[0] else ours,
+                "Stable-Baselines3 here": f"**{other}**" if best[1] else other,
+                "best published": published(task[0], best[2]) if known else "",
+            }
 
 
 def atari_table(results: pd.DataFrame) -> Iterator[Row]:
@@ -140,52 +143,56 @@ def study_table(results: pd.DataFrame, study: Study) -> Iterator[Row]:
             yield row
 
 
-VARIANTS = {"": "eager", "sb3": "Stable-Baselines3", "sbx": "SBX", "cleanrl": "CleanRL"}
-VARIANTS |= {"tianshou": "Tianshou", "torchrl": "TorchRL", "skrl": "skrl"}
+VARIANTS = {"eager": "eager", "sb3": "Stable-Baselines3", "sb3_tensors": "Stable-Baselines3", "sbx": "SBX"}
+VARIANTS |= {"cleanrl": "CleanRL", "rsl_rl": "RSL-RL"}
 
 
-def span(values: list[float], digits: int = 0) -> str:
-    """Median and range of [lowest, median, highest], or only the number if they are equal."""
+def span(runs: Any, digits: int = 0) -> str:
+    """Median and range of what several runs measured, such as "1.5 2 3"; nothing if it was not measured."""
+    if not runs or not isinstance(runs, str):  # "", or NaN
+        return ""
+    values = np.quantile(np.array(runs.split(), float), (0, 0.5, 1), method="nearest")
     low, median, high = (f"{value:,.{digits}f}".replace("inf", "never") for value in values)
     return median if low == high else f"{median} ({low} to {high})"
 
 
-def speed_table(rows: list[dict[str, Any]]) -> Iterator[Row]:
-    """What throughput.py stored: speed beside other libraries."""
-    for row in rows:
-        for flags, found in row["variants"].items():
-            yield {
-                "task": f"{row['env_id']}, N = {row['num_envs']:,}",
-                "variant": VARIANTS.get(flags, f"`{flags}`"),
-                "steps per second": span(found["sps"]),
-                "ratio": span(found["ratio"], 2),
-                "start, s": f"{found['start'][1]:.0f}" if "start" in found else "",
-                "s to the goal": span(found["seconds"]) if "seconds" in found else "",
-            }
+def speed_table(speeds: pd.DataFrame) -> Iterator[Row]:
+    """What speed.py stored: speed beside other libraries."""
+    for row in speeds.itertuples():
+        yield {
+            "task": f"{row.env_id}, N = {row.num_envs:,}",
+            "variant": VARIANTS.get(row.variant, f"`{row.variant}`"),
+            "steps per second": span(row.speed),
+            "ratio": span(row.ratio, 2),
+            "s to the goal": span(getattr(row, "goal", "")),
+        }
 
 
 def markdown(rows: Iterable[Row]) -> str:
     """A table as Markdown; its head is that of the first row. Columns without any entry are left out."""
     rows = list(rows)
-    columns = [column for column in rows[0] if any(row[column] for row in rows)]
+    columns = [column for column in next(iter(rows), {}) if any(row[column] for row in rows)]
     lines = [columns, ["---"] * len(columns), *([row[column] for column in columns] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def tables() -> dict[str, str]:
     """All tables as Markdown, by name."""
-    results, speed = load(), json.loads((HERE / "throughput.json").read_text())
+    results = load()
     made = {name: [*study_table(results, study)] for name, study in experiments.STUDIES.items()}
     tasks = [*experiments.CLASSIC, experiments.TAXI]
     made["classic"] = [*returns(results, ["classic", "classic-acrobot", "taxi"], tasks, "sb3-rl-zoo")]
     names = ["continuous", *experiments.OWN_FLAGS]
     made["mujoco"] = [*returns(results, names, experiments.MUJOCO, "sb3-rl-zoo-mujoco")]
-    made["atari"] = made["atari-short"] = [*atari_table(results)]
-    made["speed"] = [*speed_table(speed)]
-    short = [row for row in made["speed"] if row["task"].endswith((" 4", " 8"))]
-    made["speed-short"] = [row | {"s to the goal": ""} for row in short]
-    for name in ("classic", "mujoco"):
-        made[f"{name}-short"] = [row | {"last 100 training episodes": ""} for row in made[name]]
+    made["atari"] = [*atari_table(results)]
+    made["gpu"] = [*returns(results, ["gpu"], [experiments.PENDULUMS], "")]
+    made["speed"] = [*speed_table(pd.read_csv(SPEEDS))]
+    for name in ("classic", "mujoco", "atari"):
+        rows = [row for row in made[name] if row["greedy"]]
+        made[f"{name}-short"] = [row | {"last 100 training episodes": ""} for row in rows]
+    made["speed-short"] = [row | {"s to the goal": ""} for row in made["speed"]]
+    short = [row for name in ("classic", "mujoco", "atari") for row in made[f"{name}-short"]]
+    made["summary"] = [row for row in short if row["environment, steps"] in SUMMARY]
     return {name: markdown(rows) for name, rows in made.items()}
 
 
@@ -202,11 +209,11 @@ def fill(document: str, made: dict[str, str]) -> str:
 def main() -> None:
     """The command line. Exit status: 0 done, 1 with --check if a table differs."""
     check, made, differ = "--check" in sys.argv, tables(), []
-    for path in (HERE.parent / "README.md", HERE / "README.md"):
+    for path in PAGES:
         before = path.read_text()
         after = fill(before, made)
         if after != before:
-            differ.append(str(path.relative_to(HERE.parent)))
+            differ.append(str(path.relative_to(ROOT)))
             if not check:
                 path.write_text(after)
     print(f"tables {'differ' if check else 'rewritten'} in: {', '.join(differ) or 'no file'}")

@@ -1,11 +1,11 @@
-"""Run the experiments of `experiments.py`, and add the results to `results.csv` and `curves.csv`.
+"""Run the experiments of `experiments.py`, and add the results to `results/data/runs.csv` and `curves.csv`.
 
     python benchmarks/run.py --dry-run           # list what is missing
     python benchmarks/run.py                     # do the missing runs, one process per core
     python benchmarks/run.py --only 'ppo/CartPole*/[123]'
 
 It can be stopped or killed at any time. Started again, it does what is still missing; a run of our scripts
-resumes from its checkpoint. A run that another process is doing is waited for.
+resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import tyro
-from experiments import HERE, SB3, STUDIES, Run, runs
+from experiments import DATA, HERE, ROOT, SB3, STUDIES, Run, runs
 from filelock import FileLock
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))  # where the scripts are
-RESULTS, CURVES = HERE / "results.csv", HERE / "curves.csv"
+RUNS, CURVES, SPEEDS = DATA / "runs.csv", DATA / "curves.csv", DATA / "speeds.csv"
 KEY = ["experiment", "env_id", "steps", "seed"]  # columns that identify a run
 POINTS = 50  # of a stored learning curve
 TAGS = {  # of learning curves in TensorBoard, by quantity
@@ -74,11 +72,20 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def in_words(about: dict[str, Any]) -> dict[str, str]:
+    """The provenance of a result, as it is stored."""
+    return {
+        "commit": about["commit"],
+        "machine": " / ".join(str(part) for part in about["machine"].values()),
+        "versions": " ".join(f"{package}={number}" for package, number in about["versions"].items()),
+    }
+
+
 def missing(selected: list[Run]) -> list[Run]:
     """Those without a stored result, or with one that was made with other flags."""
-    if not RESULTS.exists():
+    if not RUNS.exists():
         return selected
-    stored = pd.read_csv(RESULTS, keep_default_na=False).set_index(KEY)["flags"].to_dict()
+    stored = pd.read_csv(RUNS, keep_default_na=False).set_index(KEY)["flags"].to_dict()
     return [run for run in selected if stored.get(run.key) != run.flags]
 
 
@@ -103,6 +110,7 @@ def thin(steps: np.ndarray, values: np.ndarray, total: int) -> str:
 def run_ours(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
     """Train with a script of ours, from its checkpoint if it was stopped: results, and learning curves."""
     import torch
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     script = importlib.import_module(run.experiment.script.removesuffix(".py"))
     args = tyro.cli(script.Args, args=run.arguments)
@@ -120,86 +128,31 @@ def run_ours(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
         sessions = len(list(folder.glob("events*")))  # processes that trained
     curves = {}
     for quantity, tag in TAGS.items():
-        steps, values = np.array([(event.step, event.value) for event in log.Scalars(tag)]).T
-        curves[quantity] = thin(steps, values, run.steps)
-    between = np.diff([event.wall_time for event in log.Scalars("losses/kl")])  # iterations
+        if tag in log.Tags()["scalars"]:  # ppo_gpu.py has no losses/kl
+            steps, values = np.array([(event.step, event.value) for event in log.Scalars(tag)]).T
+            curves[quantity] = thin(steps, values, run.steps)
+    between = np.diff([event.wall_time for event in log.Scalars("charts/SPS")])  # iterations
     seconds = between[between < 60].sum()  # more is a pause between two processes
     result = {"training": log.Scalars(TAGS["return"])[-1].value, "greedy": results["greedy_returns"]}
     return result | {"seconds": seconds, "sessions": sessions}, curves
 
 
-def sb3_envs(env_id: str, num_envs: int, seed: int) -> Any:
-    """Environments as Stable-Baselines3 has them."""
-    import ale_py
-    import gymnasium as gym
-    from stable_baselines3.common.env_util import make_atari_env, make_vec_env
-    from stable_baselines3.common.vec_env import VecFrameStack
-
-    gym.register_envs(ale_py)
-    if "NoFrameskip" in env_id:
-        return VecFrameStack(make_atari_env(env_id, num_envs, seed), 4)
-    return make_vec_env(env_id, num_envs, seed)
-
-
-def train_sb3(
-    env_id: str, steps: int, seed: int, settings: dict[str, Any], library: str = "stable_baselines3"
-) -> tuple[Any, np.ndarray]:
-    """Train with Stable-Baselines3: the model, and steps, return and time at each rollout's end [..., 3].
-
-    Or with SBX ("sbx"), which is Stable-Baselines3 in JAX.
-
-    The settings are those of its `PPO`, with the activation function by its name, and "n_envs", "normalize"
-    (observations and rewards) and "scheduled": the steps in which "linear x" decays from x to 0.
-    """
-    import torch
-    from stable_baselines3.common.callbacks import BaseCallback
-    from stable_baselines3.common.vec_env import VecNormalize
-
-    settings, logged = dict(settings), []
-    envs = sb3_envs(env_id, settings.pop("n_envs"), seed)
-    if settings.pop("normalize", False):
-        envs = VecNormalize(envs, gamma=settings.get("gamma", 0.99))
-    scheduled = settings.pop("scheduled", steps)
-    for name, value in settings.items():
-        if str(value).startswith("linear"):
-            first = float(value.split()[1])
-            settings[name] = lambda remaining, first=first: first * remaining
-    if "policy_kwargs" in settings:
-        network = settings["policy_kwargs"]
-        name, functions = network["activation_fn"], torch.nn
-        if library == "sbx":
-            name, functions = name.lower(), importlib.import_module("flax.linen")
-        settings["policy_kwargs"] = network | {"activation_fn": getattr(functions, name)}
-    policy, device = ("CnnPolicy", "auto") if "NoFrameskip" in env_id else ("MlpPolicy", "cpu")
-    model = importlib.import_module(library).PPO(policy, envs, seed=seed, device=device, **settings)
-
-    class Log(BaseCallback):
-        def _on_step(self) -> bool:
-            return model.num_timesteps < steps or scheduled == steps
-
-        def _on_rollout_end(self) -> None:
-            returns = [episode["r"] for episode in model.ep_info_buffer or ()]  # of the last 100 episodes
-            logged.append((model.num_timesteps, np.mean(returns or np.nan), time.time()))
-
-    model.learn(scheduled, callback=Log())
-    return model, np.array(logged)
-
-
 def run_sb3(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
     """Train with Stable-Baselines3: results, and learning curves by quantity."""
+    import peers
     import torch
     from stable_baselines3.common.evaluation import evaluate_policy
     from stable_baselines3.common.vec_env import VecNormalize
 
     torch.set_num_threads(1)
     start, settings = time.time(), SB3[run.env_id]
-    model, logged = train_sb3(run.env_id, run.steps, run.seed, settings)
-    envs = sb3_envs(run.env_id, 10, run.seed + 1000)
+    model, rows = peers.train_sb3(run.env_id, run.steps, run.seed, settings)
+    envs = peers.sb3_envs(run.env_id, 10, run.seed + 1000)
     if settings.get("normalize"):
         envs = VecNormalize(envs, training=False, norm_reward=False)
         envs.obs_rms = model.get_vec_normalize_env().obs_rms
     greedy, _ = evaluate_policy(model, envs, 10, return_episode_rewards=True)
-    steps, returns, times = logged.T
+    steps, returns, times = np.array(rows).T
     ended = ~np.isnan(returns)
     result = {"training": returns[-1], "greedy": greedy, "seconds": times[-1] - start, "sessions": 1}
     return result, {"return": thin(steps[ended], returns[ended], run.steps)}
@@ -212,10 +165,11 @@ def folder_of(run: Run) -> Path:
     return folder
 
 
-def store_run(run: Run, result: dict[str, Any], curves: dict[str, str], about: dict[str, Any]) -> None:
-    """Store a run's results, and those of its learning curves that a table or figure shows."""
-    name = dict(zip(KEY, run.key, strict=True))
-    shown = {"return"}
+def run_one(run: Run) -> None:
+    """Do one run and store its result, with those of its learning curves that a table or figure shows."""
+    about = in_words(provenance())
+    result, curves = run_sb3(run) if run.experiment.script == "sb3" else run_ours(run)
+    name, shown = dict(zip(KEY, run.key, strict=True)), {"return"}
     for study in STUDIES.values():
         if run.experiment.name in study.experiments and (run.env_id, run.steps) in study.tasks:
             shown.update(study.quantities)
@@ -229,21 +183,9 @@ def store_run(run: Run, result: dict[str, Any], curves: dict[str, str], about: d
         "episodes": len(result["greedy"]),
         "seconds": round(float(result["seconds"]), 1),
         "sessions": result["sessions"],
-        "commit": about["commit"],
-        "machine": " / ".join(str(part) for part in about["machine"].values()),
-        "versions": " ".join(f"{package}={number}" for package, number in about["versions"].items()),
     }
-    store(RESULTS, [name | row], KEY)  # from now on, the run is stored
-
-
-def run_one(run: Run) -> None:
-    """Do one run and store its result, unless it is stored."""
-    with FileLock(folder_of(run) / "lock"):  # another process may be doing it
-        if missing([run]):
-            about = provenance()
-            result, curves = run_sb3(run) if run.experiment.script == "sb3" else run_ours(run)
-            store_run(run, result, curves, about)
-            shutil.rmtree(folder_of(run) / "runs", ignore_errors=True)
+    store(RUNS, [name | row | about], KEY)  # from now on, the run is stored
+    shutil.rmtree(folder_of(run) / "runs", ignore_errors=True)
 
 
 def work_through(todo: list[Run], jobs: int) -> int:

@@ -1,10 +1,9 @@
-"""The benchmarks: what is run, stored and reported, and that a runner which is killed loses nothing."""
+"""The benchmarks: what is run, stored and reported."""
 
 from __future__ import annotations
 
 import fnmatch
 import math
-import os
 import re
 import shutil
 import signal
@@ -32,136 +31,67 @@ from rliable.metrics import probability_of_improvement
 import ppo
 import ppo_atari
 import ppo_continuous
+import ppo_gpu
 
 gym.register_envs(ale_py)
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {"ppo.py": ppo, "ppo_continuous.py": ppo_continuous, "ppo_atari.py": ppo_atari}
+SCRIPTS = {script.__name__: script for script in (ppo, ppo_atari, ppo_continuous, ppo_gpu)}
 
 TINY = """
 SB3["CartPole-v1"] = {"n_envs": 2, "n_steps": 64, "learning_rate": "linear 0.001", "normalize": True}
-TASKS = [("CartPole-v1", 4_000), ("FrozenLake-v1", 4_000)]
 EXPERIMENTS = {
-    "tiny": Experiment("tiny", "", "ppo.py", each(TASKS, 3), "--eval-episodes 2"),
-    "peer": Experiment("peer", "", "sb3", each([("CartPole-v1", 600)], 1)),
+    "tiny": Experiment("tiny", "", "ppo.py", [("CartPole-v1", 40_000, 1)], "--eval-episodes 2"),
+    "gpu": Experiment("gpu", "", "ppo_gpu.py", [("Pendulum", 20_000, 1)], "--num-envs 16 --device cpu"),
+    "peer": Experiment("peer", "", "sb3", [("CartPole-v1", 600, 1)]),
+    "bad": Experiment("bad", "", "ppo.py", [("NoSuch-v0", 4_000, 1)]),
 }
 """
 
 
 @pytest.fixture
 def copy(tmp_path):
-    """A copy of ppo.py and the runner with a short list of experiments, without git and results."""
-    (tmp_path / "benchmarks").mkdir()
-    for path in ("ppo.py", *(f"benchmarks/{name}" for name in ("experiments.py", "run.py", "sb3.json"))):
-        shutil.copy(ROOT / path, tmp_path / path)
+    """A copy of the scripts and the runner with a short list of experiments, without git and results."""
+    (tmp_path / "results/data").mkdir(parents=True)
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
+    for name in ("ppo.py", "ppo_gpu.py"):
+        shutil.copy(ROOT / name, tmp_path)
     with open(tmp_path / "benchmarks/experiments.py", "a") as file:
         file.write(TINY)
     return tmp_path
 
 
-def start(copy: Path, *flags: str) -> subprocess.Popen:
-    """The runner, in a process group of its own."""
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    command = [sys.executable, "benchmarks/run.py", *flags]
-    return subprocess.Popen(command, cwd=copy, start_new_session=True, **options)
-
-
-def finish(copy: Path, *flags: str) -> tuple[int, str]:
-    """Exit status and output of the runner."""
-    process = start(copy, *flags)
-    output, _ = process.communicate(timeout=200)
-    return process.returncode, output
-
-
-def results_in(copy: Path) -> dict[str, pd.Series]:
-    """The rows of stored results, by the names of their runs."""
-    path = copy / "benchmarks/results.csv"
-    if not path.exists():
-        return {}
-    table = pd.read_csv(path)
-    return {f"{row.experiment}/{row.env_id}_{row.steps}/{row.seed}": row for _, row in table.iterrows()}
-
-
 @pytest.mark.slow
-def test_a_killed_runner_does_what_is_missing(copy):
-    """SIGKILL to the runner, or to it and its runs: in the end every result is there, each made once."""
-    before: dict[str, pd.Series] = {}
-    for kill in (os.kill, os.killpg):
-        process = start(copy)
-        while len(results_in(copy)) < len(before) + 2:
-            assert process.poll() is None
-            time.sleep(0.05)
-        kill(process.pid, signal.SIGKILL)
-        process.wait()
-        before |= results_in(copy)
-    status, output = finish(copy)
-    assert (status, output.splitlines()[-1]) == (0, "7 of 7 stored")
-    after = results_in(copy)
-    seeds = {f"tiny/{env}_4000/{seed}" for env in ("CartPole-v1", "FrozenLake-v1") for seed in (1, 2, 3)}
-    assert set(after) == seeds | {"peer/CartPole-v1_600/1"}
-    for name, row in before.items():
-        assert row.equals(after[name]), name  # what was stored was left alone
-    for name, episodes in (("tiny/CartPole-v1_4000/1", 2), ("peer/CartPole-v1_600/1", 10)):
-        assert after[name].episodes == episodes
-        assert 0 < after[name].training <= 500
-        assert after[name].seconds > 0
-    assert len(pd.read_csv(copy / "benchmarks/curves.csv")) == 7
-    assert finish(copy)[1] == "7 of 7 stored\n"
+def test_the_runner(copy):
+    """What is missing is listed, done, and stored once; Ctrl-C stops a run, which then continues."""
+    command = [sys.executable, "benchmarks/run.py"]
 
+    def finish(*flags):
+        done = subprocess.run([*command, *flags], cwd=copy, capture_output=True, text=True, timeout=200)
+        return done.returncode, done.stdout.splitlines()
 
-@pytest.mark.slow
-def test_a_stopped_run_continues(copy):
-    """Ctrl-C ends the runner and its runs; the run then continues from its checkpoint."""
-    with open(copy / "benchmarks/experiments.py", "a") as file:
-        file.write('TASKS = [("CartPole-v1", 40_000, 1)]\n')
-        file.write('EXPERIMENTS["long"] = Experiment("long", "", "ppo.py", TASKS, "--eval-episodes 2")\n')
-    folder = copy / "benchmarks/unfinished/long/CartPole-v1_40000/1"
-    process = start(copy, "--only", "long")
-    while not (folder / "log.txt").exists() or " steps  return" not in (folder / "log.txt").read_text():
+    assert finish("--dry-run") == (
+        0,
+        [f"missing {name}" for name in ("tiny/CartPole-v1_40000/1", "gpu/Pendulum_20000/1")]
+        + ["missing peer/CartPole-v1_600/1", "missing bad/NoSuch-v0_4000/1", "0 of 4 stored"],
+    )
+    log = copy / "benchmarks/unfinished/tiny/CartPole-v1_40000/1/log.txt"
+    process = subprocess.Popen([*command, "--only", "tiny"], cwd=copy, start_new_session=True)
+    while not log.exists() or " steps  return" not in log.read_text():
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
-    with pytest.raises(ProcessLookupError):  # no process of the group is left
-        os.killpg(process.pid, 0)
-    assert not results_in(copy)
-    status, output = finish(copy, "--only", "long")
-    assert status == 0, output
-    assert results_in(copy)["long/CartPole-v1_40000/1"].sessions == 2
-    assert len(set(re.findall(r"folder +(\S+)", (folder / "log.txt").read_text()))) == 1
-    assert not (folder / "runs").exists()
-
-
-@pytest.mark.slow
-def test_a_run_that_was_stopped_in_its_evaluation(copy, monkeypatch):
-    """Training is complete: only the evaluation is done again."""
-    folder = copy / "benchmarks/unfinished/tiny/CartPole-v1_4000/1"
-    folder.mkdir(parents=True)
-    monkeypatch.chdir(folder)
-    trained = ppo.train(ppo.Args(env_id="CartPole-v1", total_timesteps=4_000, seed=1, eval_episodes=2))
-    status, output = finish(copy, "--only", "tiny/CartPole-v1_4000/1")
-    assert status == 0, output
-    row = results_in(copy)["tiny/CartPole-v1_4000/1"]
-    assert row.greedy == pytest.approx(trained["greedy_returns"].mean(), abs=1e-3)
-    assert "rollout" not in (folder / "log.txt").read_text()  # no training
-
-
-@pytest.mark.slow
-def test_listing_one_and_failing(copy):
-    """--dry-run only lists; --one does a run alone, from anywhere; a failing run is named; refusals."""
-    with open(copy / "benchmarks/experiments.py", "a") as file:
-        file.write('EXPERIMENTS["bad"] = Experiment("bad", "", "ppo.py", [("NoSuch-v0", 4_000, 1)])\n')
-    _, output = finish(copy, "--dry-run", "--only", "*/[12]")
-    assert (output.count("missing"), output.splitlines()[-1]) == (6, "0 of 6 stored")
-    one = [sys.executable, str(copy / "benchmarks/run.py"), "--one", "tiny/FrozenLake-v1_4000/1"]
-    subprocess.run(one, cwd="/", check=True, capture_output=True)
-    assert set(results_in(copy)) == {"tiny/FrozenLake-v1_4000/1"}
-    status, output = finish(copy, "--only", "bad")
-    assert status == 1
-    assert "bad/NoSuch-v0_4000/1 failed" in output
+    status, output = finish()
+    assert (status, output[-1]) == (1, "3 of 4 stored, 1 failed")
+    table = pd.read_csv(copy / "results/data/runs.csv").set_index("experiment")
+    assert dict(table.sessions) == {"tiny": 2, "gpu": 1, "peer": 1}
+    assert dict(table.episodes) == {"tiny": 2, "gpu": 16, "peer": 10}
+    assert (table.seconds > 0).all()
+    assert 0 < table.training["tiny"] <= 500
+    assert set(pd.read_csv(copy / "results/data/curves.csv").experiment) == {"tiny", "gpu", "peer"}
+    assert finish("--dry-run")[1] == ["missing bad/NoSuch-v0_4000/1", "3 of 4 stored"]
     subprocess.run(["git", "init", "--quiet"], cwd=copy, check=True)
-    status, output = finish(copy)
-    assert status == 1
-    assert "commit first" in output
+    assert finish()[0] == 1  # uncommitted
 
 
 @pytest.mark.slow
@@ -170,9 +100,10 @@ def test_list_of_experiments_is_sound():
     listed = experiments.runs()
     assert len({run.name for run in listed}) == len(listed)
     for run in {(run.experiment.name, run.env_id): run for run in listed}.values():
-        assert gym.make(run.env_id).spec
-        if run.experiment.script != "sb3":
-            script = SCRIPTS[run.experiment.script]
+        if run.experiment.script == "sb3":
+            assert gym.make(run.env_id).spec
+        else:
+            script = SCRIPTS[run.experiment.script.removesuffix(".py")]
             script.check_args(tyro.cli(script.Args, args=run.arguments))
     have = {(run.experiment.name, (run.env_id, run.steps)) for run in listed}
     for study in experiments.STUDIES.values():
@@ -182,7 +113,7 @@ def test_list_of_experiments_is_sound():
 def test_stored_results_are_those_of_the_list():
     """Each row is of a listed run with its flags, each once, with its commit and its curve."""
     listed = {run.key: run for run in experiments.runs()}
-    table = pd.read_csv(runner.RESULTS, keep_default_na=False)
+    table = pd.read_csv(runner.RUNS, keep_default_na=False)
     curves = pd.read_csv(runner.CURVES)
     assert not table.duplicated(runner.KEY).any()
     for row in table.itertuples():
@@ -211,15 +142,12 @@ def test_statistics_of_the_tables():
     assert report.spread(np.array([2.0, 4.0, 9.0])) == f"5.0 ± {math.sqrt((9 + 1 + 16) / 2):.1f}"
 
 
-@pytest.mark.slow
 def test_tables_match_the_stored_results():
     """The tables in the files are those that report.py makes."""
-    made, marks = report.tables(), set()
-    for path in (ROOT / "README.md", ROOT / "benchmarks/README.md"):
+    made = report.tables()
+    for path in report.PAGES:
         text = path.read_text()
         assert report.fill(text, made) == text, f"run python benchmarks/report.py: {path} is out of date"
-        marks |= set(re.findall(r"<!-- table: ([\w-]+) -->", text))
-    assert marks == made.keys()
 
 
 def test_fill_changes_nothing_but_the_tables():
@@ -231,38 +159,20 @@ def test_fill_changes_nothing_but_the_tables():
 
 @pytest.mark.slow
 def test_figures(tmp_path):
-    """Figures are drawn in two themes, and the committed files are those."""
+    """Figures are drawn in two themes, and the committed files are those; a page shows each."""
     figures.draw(tmp_path)
     language_report.draw(*language_report.load(), tmp_path)
-    made = {path.name for path in tmp_path.iterdir()}
-    names = {*experiments.STUDIES, "classic", "mujoco", "atari", "objective", "gae"}
-    names |= {"language", "language-comparison"}
-    assert made == {f"{name}-{theme}.png" for name in names for theme in ("light", "dark")}
-    committed = {path.name for path in (ROOT / "benchmarks/figures").iterdir()}
-    assert committed == made | {"trl-light.png", "trl-dark.png"}
-
-
-@pytest.mark.slow
-def test_throughput_command(copy):
-    """A round compares two copies of a script with the peer, and stores nothing."""
-    before = (ROOT / "benchmarks/throughput.json").read_bytes()
-    flags = ["--env-id", "CartPole-v1", "--num-envs", "2", "--rounds", "1", "--timesteps", "1024"]
-    command = [sys.executable, str(ROOT / "benchmarks/throughput.py"), *flags, "--script-dir", str(copy)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for variant in ("eager", "Stable-Baselines3"):
-        row = rf"\| CartPole-v1, N = 2 \| {variant} \| ([\d,]+) \|"
-        speeds = [int(speed.replace(",", "")) for speed in re.findall(row, output)]
-        assert len(speeds) == 2
-        assert min(speeds) > 100
-    assert (ROOT / "benchmarks/throughput.json").read_bytes() == before
+    made = {path.name for path in tmp_path.iterdir()} | {"trl-light.png", "trl-dark.png"}
+    assert made == {path.name for path in experiments.FIGURES.iterdir()}
+    pages = "".join(path.read_text() for path in (ROOT / "results/README.md", *ROOT.glob("docs/*.md")))
+    assert made == set(re.findall(r"figures/([\w-]+\.png)", pages))
 
 
 def test_commands_in_the_readmes_select_runs():
     """Each value of --only is that of some runs."""
     names = [run.name for run in experiments.runs()]
-    for path in (ROOT / "README.md", ROOT / "benchmarks/README.md"):
-        text = re.sub(r"git worktree .*", "", path.read_text())  # those of another commit
-        for only in re.findall(r"run\.py --only '?([^\s'`]+)", text):
+    for path in report.PAGES:
+        for only in re.findall(r"run\.py --only '?([^\s'`]+)", path.read_text().replace("--only NAME", "")):
             assert any(name.startswith(only) or fnmatch.fnmatch(name, only) for name in names), only
 
 

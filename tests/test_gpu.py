@@ -108,23 +108,25 @@ def test_pendulums_are_gymnasiums():
         assert values.mean().item() == pytest.approx(0, abs=0.03 * bound)
 
 
+VECTOR, MATRIX = "torch.float32 [16] on cpu", "torch.float32 [16, 2] on cpu"
 WRONG = {
-    "numpy_rewards": "rewards as ndarray, not as torch.float32 [16] on cpu",
-    "another_shape": "rewards as torch.float32 [16, 1] on cpu, not as torch.float32 [16] on cpu",
-    "info_last": "last_obs as dict, not as torch.float32 [16, 2] on cpu",
-    "dict_observations": "observations as dict",
-    "another_device": "observations as torch.float32 [16, 2] on meta, not as torch.float32 [16, 2] on cpu",
-    "float_ends": "truncated as torch.float32 [16] on cpu, not as torch.bool [16] on cpu",
+    "numpy_rewards": f"rewards must be {VECTOR}, not ndarray",
+    "another_shape": f"rewards must be {VECTOR}, not torch.float32 [16, 1] on cpu",
+    "info_last": f"last_obs must be {MATRIX}, not dict",
+    "dict_observations": f"observations must be {MATRIX}, not dict",
+    "another_device": f"observations must be {MATRIX}, not torch.float32 [16, 2] on meta",
+    "float_ends": f"truncated must be torch.bool [16] on cpu, not {VECTOR}",
+    "info_too": "step must return 5 tensors, not 6",
+    "reset_with_info": f"what reset returns must be {MATRIX}, not tuple",
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_environments(name, tmp_path):
-    """What `step` returns is checked at once: one sentence, exit status 2, and no folder."""
+    """What `reset` and `step` return is checked at once: one sentence, exit status 2, and no folder."""
     done = call(tmp_path, **SMALL, env_id=f"gpu_envs:{name}")
     assert (done.status, done.out, list(tmp_path.iterdir())) == (2, "", [])
-    assert done.err.startswith(f"ppo_gpu.py: gpu_envs:{name}: step returns {WRONG[name]}")
-    assert done.err.count("\n") == 1
+    assert done.err == f"ppo_gpu.py: gpu_envs:{name}: {WRONG[name]}\n"
 
 
 # Equations
@@ -219,7 +221,7 @@ def test_a_rollout_is_the_script():
     rollouts, found, noise = [], [], []
     for i in range(8):
         with torch.no_grad():
-            rollout, obs = ppo.collect_rollout(envs, partial(ppo.act, agent), 5, obs)
+            rollout = ppo.collect_rollout(envs, partial(ppo.act, agent), obs, args)
             policy = agent.policy(agent.normalize(rollout.obs))
         torch.testing.assert_close(rollout.log_probs, ppo.log_prob(policy, rollout.actions))
         means, log_stds = policy.chunk(2, -1)
@@ -430,18 +432,12 @@ class Graph(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def same_random_numbers(*_):
-    """Trial runs on a GPU draw random numbers. Here they are put back, so that runs can be compared."""
-    state = torch.get_rng_state()
-    yield
-    torch.set_rng_state(state)
-
-
-@contextlib.contextmanager
-def record_in(graph, stream):
+def record_in(graph):
     """Operations in here are recorded, and have no effect."""
-    with same_random_numbers(), graph:
+    state = torch.get_rng_state()
+    with graph:
         yield
+    torch.set_rng_state(state)
     with torch.no_grad():
         for x, before in reversed(graph.overwritten):
             x.detach().copy_(before)
@@ -452,24 +448,21 @@ def record_in(graph, stream):
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """`recorded` as on a GPU, with stand-ins for what it uses of torch.cuda."""
-    text = inspect.getsource(ppo.recorded)
-    assert text.count("if not values[0].is_cuda:") == 1
-    namespace = dict(vars(ppo))
-    exec(text.replace("not values[0].is_cuda", "False"), namespace)
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    fakes = {"Stream": lambda: stream, "current_stream": lambda: stream, "stream": same_random_numbers}
-    for name, fake in (fakes | {"CUDAGraph": Graph, "graph": record_in}).items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(ppo, "recorded", namespace["recorded"])
+    """`record` as on a GPU, with stand-ins for what it uses of torch.cuda."""
+    text, on_gpu = inspect.getsource(ppo.record), ' and args.device == "cuda"'
+    assert text.count(on_gpu) == 1
+    exec(text.replace(on_gpu, ""), vars(ppo), namespace := {})
+    monkeypatch.setattr(ppo, "record", namespace["record"])
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", record_in)
 
 
 @pytest.mark.parametrize("env_id", ["Pendulum", SCRIPTED])
 def test_graphs_change_nothing(env_id, tmp_path, cuda):
     """Training with recorded functions gives the same checkpoint and curves, bit for bit.
 
-    It fails if results are kept without a copy, if a trial run leaves a trace, if memory is replaced that a
-    graph uses, if a number that changes is not a tensor, or if a recorded function reads the device.
+    It fails if results are kept without a copy, if memory is replaced that a graph uses, if a number that
+    changes is not a tensor, or if a recorded function reads the device.
     """
     settings = {"env_id": env_id, "max_grad_norm": 0.3, "total_timesteps": 16 * 8 * 10}
     _, plain = run(tmp_path / "a", "--no-cuda-graphs", **settings)
@@ -484,12 +477,12 @@ def test_graphs_change_nothing(env_id, tmp_path, cuda):
     assert curves(plain.parent) == curves(graphs.parent)
 
 
-def test_recorded_is_the_function_on_a_cpu():
-    """With the same results, and without trial runs."""
-    calls = []
-    function = ppo.recorded(lambda x: calls.append(x) or 2 * x, [])
-    assert function(torch.ones(2)).tolist() == [2, 2]
-    assert len(calls) == 1
+def test_nothing_is_recorded_on_a_cpu(monkeypatch):
+    """There, `record` only fixes the first arguments."""
+    monkeypatch.setattr(ppo, "recorded", None)
+    args = make_args()
+    functions = ppo.record(gpu_envs.Target(args), None, None, None, None, args)
+    assert [f.func for f in functions] == [ppo.collect_rollout, ppo.make_batch, ppo.learn]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -506,7 +499,7 @@ def test_graphs_on_a_gpu(env_id, tmp_path):
             optimizer = Adam(agent.parameters(), 1e-3, eps=1e-5, fused=True, capturable=True)
             rollout = random_rollout(args, agent, 5)
             sums = torch.zeros(3, args.num_envs)
-            _, prepare, epoch = ppo.record(ppo.Pendulums(args), agent, optimizer, sums, args)
+            _, prepare, epoch = ppo.record(ppo.Pendulums(args), agent, optimizer, None, sums, args)
             for _ in range(3):
                 batch, _ = prepare(*rollout)
                 epoch(torch.arange(len(batch.obs)), *batch)
@@ -588,12 +581,14 @@ def test_a_run_that_was_stopped_resumes_as_if_it_had_not_been(trained, tmp_path,
 
 
 def test_resuming_with_other_environments(trained, tmp_path):
-    """Of another number: their episodes are new, and the rest continues."""
-    path = tmp_path / "checkpoint.pt"
-    path.write_bytes(trained.path.read_bytes())
+    """Of another number: their episodes are new, and the rest continues; on a CPU, also if a GPU began."""
+    path, content = tmp_path / "checkpoint.pt", load(trained.path)
+    content["optimizer"]["param_groups"][0]["capturable"] = True  # as on a GPU
+    torch.save(content, path)
     done = call(tmp_path, "--resume", path, num_envs=32, total_timesteps=7680 + 512)
     assert (done.status, done.err) == (0, "")
     assert load(path)["agent"]["obs_moments.count"] == load(path)["state"]["global_step"] == 7680 + 512
+    assert not load(path)["optimizer"]["param_groups"][0]["capturable"]
 
 
 def test_a_policy_acts_as_in_training(trained):

@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NAMES = (
     "README.md",
     "CONTRIBUTING.md",
-    "benchmarks/README.md",
+    "results/README.md",
     *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
 )
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
@@ -198,8 +198,7 @@ def test_every_flag_exists():
     names = {field.name for script in scripts for field in fields(script.Args)}
     flags = {f"--{prefix}{name.replace('_', '-')}" for name in names for prefix in ("", "no-")}
     others = {"--help", "--compare", "--torch-backend", "--nproc-per-node", "--fix", "--check", "--logdir"}
-    others |= {"--only", "--store", "--one", "--run", "--dry-run", "--script-dir", "--peers"}  # benchmarks
-    others |= {"--cleanrl", "--timesteps", "--goal", "--rounds", "--seeds"}
+    others |= {"--only", "--store", "--run", "--dry-run", "--peers", "--cleanrl"}  # benchmarks
     for name, text in PAGES.items():
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= flags | others, name
 

@@ -1,0 +1,161 @@
+"""Steps per second of our scripts and of others' PPO, with the same settings, in alternation.
+
+    python benchmarks/speed.py --env-id CartPole-v1
+    python benchmarks/speed.py --env-id CartPole-v1 --script-dir DIR    # and another copy of ppo.py
+    python benchmarks/speed.py --peers --cleanrl DIR --store            # all, for the tables
+
+Stable-Baselines3 always takes part. `--peers` adds SBX, which is Stable-Baselines3 in JAX, and on Pendulum
+RSL-RL (`pip install sbx-rl rsl-rl-lib`). The DIR of CleanRL is a checkout with a virtual environment
+DIR/.venv that has what its `ppo.py`, `ppo_continuous_action.py` and `ppo_atari.py` need (`pip install torch
+ale-py==0.10.1 gymnasium[mujoco]==0.29.1 mujoco==2.3.7 opencv-python-headless==4.10.0.84 numpy==1.26.4
+tensorboard tyro`).
+
+Each run is a process of its own, with one thread (SBX, and all on Atari: all cores). The speed is that of the
+training loop after the third iteration, so the start, compiling and the evaluation do not count. "goal" is
+the seconds from the start of the process until the mean return of 100 training episodes reached the goal.
+Ours and CleanRL log to TensorBoard, by whose times they are measured; the others log nothing. On a busy
+machine, speeds say little, and the ratio of neighbouring runs says more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import math
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import peers
+import tyro
+from experiments import ROOT
+from run import SPEEDS, in_words, provenance, refuse_uncommitted, store
+
+ATARI = "--num-steps 128 --num-minibatches 4 --update-epochs 4 --learning-rate 2.5e-4 --eval-episodes 1"
+CARTPOLE = f"{ATARI} --norm-adv --gae-lambda 0.95 --no-norm-obs --no-norm-rewards"
+CHEETAH = "--num-steps 256 --num-minibatches 32 --update-epochs 10 --learning-rate 3e-4 --eval-episodes 1"
+CHEETAH += " --norm-adv --gae-lambda 0.95 --no-recompute-advantages --adapt none"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured on an environment."""
+
+    script: str
+    num_envs: int
+    steps: int
+    flags: str
+    variants: tuple[str, ...]  # flags of ours
+    others: tuple[str, ...]  # functions of peers.py; the last is Stable-Baselines3's
+    goal: float | None = None  # a return
+
+
+COMMON = "sbx", "cleanrl", "sb3"
+CASES = {
+    "CartPole-v1": Case("ppo", 4, 50_000, CARTPOLE, ("",), COMMON),
+    "HalfCheetah-v5": Case("ppo_continuous", 8, 50_000, CHEETAH, ("", "--compile"), COMMON),
+    "BreakoutNoFrameskip-v4": Case("ppo_atari", 8, 6_000, ATARI, ("", "--bfloat16"), COMMON),
+    "Pendulum": Case("ppo_gpu", 1024, 1_000_000, "--device cpu", ("",), ("rsl_rl", "sb3_tensors"), goal=-200),
+}
+
+
+@dataclass
+class Args:  # the comments are the texts of --help
+    env_id: str | None = None  # only this environment
+    rounds: int = 3  # runs of each, in alternation
+    timesteps: int | None = None  # transitions per run; default: some seconds' worth
+    script_dir: Path | None = None  # also run the scripts in this folder
+    peers: bool = False  # also run SBX or RSL-RL
+    cleanrl: Path | None = None  # also run CleanRL, which is in this folder
+    store: bool = False  # store the results for the tables
+
+
+def ours(script: Any, args: Any) -> peers.Rows:
+    """Train with our script in the current folder."""
+    folder = Path(script.train(args)["checkpoint"]).parent
+    returns = {event.step: event.value for event in peers.events(folder, "charts/episodic_return_100")}
+    times = peers.events(folder, "charts/SPS")  # one in each iteration
+    return [(event.step, returns.get(event.step, np.nan), event.wall_time) for event in times]
+
+
+def measure(
+    start: float, env_id: str, variant: str, scripts: Path, steps: int, seed: int
+) -> dict[str, float]:
+    """One run, in this process. The variant is flags of our script, or a function of peers.py."""
+    case = CASES[env_id]
+    sys.path.insert(0, str(scripts))
+    script: Any = importlib.import_module(case.script)
+    own = "" if variant in case.others else variant
+    sizes = f"--env-id {env_id} --num-envs {case.num_envs} --total-timesteps {steps} --seed {seed}"
+    args = tyro.cli(script.Args, args=f"{sizes} {case.flags} {own}".split())
+    output = contextlib.redirect_stdout(io.StringIO())
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), output:
+        rows = getattr(peers, variant)(args) if variant in case.others else ours(script, args)
+    (first, _, begin), (last, _, end) = rows[2], rows[-1]
+    result = {"speed": (last - first) / (end - begin)}
+    if case.goal is not None:
+        reached = [now - start for _, value, now in rows if value >= case.goal]
+        result["goal"] = min(reached, default=math.inf)
+    return result
+
+
+def in_a_process(*task: Any) -> dict[str, float]:
+    """`measure`, in a process of its own."""
+    threads = os.cpu_count() if CASES[task[0]].script == "ppo_atari" else 1
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(measure, time.time(), *task).result()
+
+
+def compare(env_id: str, args: Args, folders: list[Path]) -> list[dict[str, Any]]:
+    """Measure in alternation, and print a table per folder. Returns the rows of the last folder."""
+    from report import markdown, speed_table  # not in the processes that are measured: it needs memory
+
+    case = CASES[env_id]
+    chosen = {"sbx": args.peers, "rsl_rl": args.peers, "cleanrl": args.cleanrl}
+    steps, others = args.timesteps or case.steps, [name for name in case.others if chosen.get(name, True)]
+    contestants = [(flags, folder) for folder in folders for flags in case.variants]
+    contestants += [(name, ROOT) for name in others]
+    runs: dict[Any, list[dict[str, float]]] = {contestant: [] for contestant in contestants}
+    for seed in range(1, args.rounds + 1):
+        for variant, folder in contestants:
+            runs[variant, folder].append(in_a_process(env_id, variant, folder, steps, seed))
+            print(f"{env_id} {variant or 'eager'}, seed {seed}: {runs[variant, folder][-1]}", flush=True)
+        for made in runs.values():
+            made[-1]["ratio"] = made[-1]["speed"] / runs[contestants[-1]][-1]["speed"]
+    about = {"env_id": env_id, "num_envs": case.num_envs, "timesteps": steps, "rounds": args.rounds}
+    for folder in folders:
+        rows = []
+        for (variant, of), made in runs.items():
+            if of == folder or variant in others:
+                measured = {name: " ".join(f"{x[name]:.5g}" for x in made) for name in made[0]}
+                rows.append(about | {"variant": variant or "eager"} | measured | in_words(provenance()))
+        print(f"\n{folder}\n{markdown(speed_table(pd.DataFrame(rows)))}", flush=True)
+    return rows
+
+
+def main() -> None:
+    """The command line."""
+    args = tyro.cli(Args, description=__doc__)
+    folders = [args.script_dir.resolve(), ROOT] if args.script_dir else [ROOT]
+    if args.cleanrl:
+        os.environ["CLEANRL"] = str(args.cleanrl.resolve())
+    if args.store:
+        refuse_uncommitted()
+    for env_id in [args.env_id] if args.env_id else CASES:
+        rows = compare(env_id, args, folders)
+        if args.store:
+            store(SPEEDS, rows, ["env_id", "num_envs", "variant"])
+
+
+if __name__ == "__main__":
+    main()
