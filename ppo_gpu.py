@@ -27,11 +27,12 @@ all train the same networks.
 PPO itself comes first, in the order of the paper, up to `train`, its Algorithm 1. What training needs around
 it follows. An iteration:
 
-    train                  the results, after repeating:
-      collect_rollout      the rollout of the next T steps
-      make_batch           its transitions, with advantages (compute_gae) and returns
-      update               metrics, after K epochs
-        learn              metrics of an epoch, after a gradient step on each minibatch
+    train                     the results, after repeating:
+      adjust_learning_rate    nothing: it sets the learning rate
+      collect_rollout         the rollout of the next T steps
+      make_batch              its transitions, with advantages (compute_gae) and returns
+      update                  metrics, after K epochs
+        learn                 metrics of an epoch, after a gradient step on each minibatch
 
 Shapes: T steps per rollout, N environments, D numbers per observation, A per action, B = T N transitions per
 batch.
@@ -217,6 +218,7 @@ class State:
     """What changes during training besides the networks."""
 
     global_step: int = 0  # transitions so far
+    kl: float = math.nan  # approx_kl of the last iteration
     episodes: dict[str, Tensor] = field(default_factory=dict)  # the unfinished ones, if they can be saved
 
 
@@ -384,6 +386,18 @@ def record(envs: Any, agent: Agent, optimizer: Adam, obs: Tensor, sums: Tensor, 
     return collect, prepare, graph(partial(learn, agent, optimizer, args))
 
 
+def adjust_learning_rate(learning_rate: Tensor, state: State, args: Args) -> None:
+    """Set the learning rate of an iteration, by its schedule, or --desired-kl and the KL of the last one."""
+    scheduled = args.learning_rate * (1 - state.global_step / args.total_timesteps)
+    if args.desired_kl is None:
+        learning_rate.fill_(scheduled)
+    elif state.kl > 1.5 * args.desired_kl:
+        learning_rate /= 1.5
+    elif state.kl < args.desired_kl / 1.5:
+        learning_rate *= 1.5
+    learning_rate.clamp_(1e-5, scheduled)
+
+
 def train(args: Args, envs: Any = None) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation. Ctrl-C saves and stops, without an evaluation.
 
@@ -418,19 +432,12 @@ def train(args: Args, envs: Any = None) -> dict:
     run = Run(args, agent, optimizer, state) if RANK == 0 else None
     try:
         while state.global_step < args.total_timesteps:
-            scheduled = args.learning_rate * (1 - state.global_step / args.total_timesteps)
-            if args.desired_kl is None:
-                learning_rate.fill_(scheduled)
+            adjust_learning_rate(learning_rate, state, args)
             rollout = collect()
             batch, results = prepare(*rollout)
             metrics = update(epoch, batch, args)
-            if args.desired_kl is not None:
-                if metrics["approx_kl"] > 1.5 * args.desired_kl:
-                    learning_rate /= 1.5
-                elif metrics["approx_kl"] < args.desired_kl / 1.5:
-                    learning_rate *= 1.5
-                learning_rate.clamp_(1e-5, scheduled)
             state.global_step += len(batch.obs) * PROCESSES
+            state.kl = metrics["approx_kl"]
             if run:
                 run.log(metrics, finished_episodes(rollout, results))
         if PROCESSES > 1:
@@ -731,7 +738,8 @@ def restore(path: str, args: Args, agent: Agent, optimizer: Adam, state: State) 
     _, content = load_checkpoint(path)
     agent.load_state_dict(content["agent"])
     optimizer.load_state_dict(content["optimizer"])
-    state.global_step, episodes = content["state"]["global_step"], content["state"]["episodes"]
+    episodes = content["state"].pop("episodes")
+    vars(state).update(content["state"])
     torch.manual_seed(args.seed + 1000 * RANK + state.global_step)
     if episodes and [x.shape for x in episodes.values()] == [x.shape for x in state.episodes.values()]:
         torch.set_rng_state(content["random"])
@@ -809,7 +817,7 @@ def main() -> None:
     try:
         args = parse_args()
         envs = make_envs(args)
-    except (ValueError, OSError, ImportError, AttributeError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: save, and stop

@@ -110,14 +110,6 @@ def another_shape(args):
     return Wrong(args, 1, lambda x: x.unsqueeze(-1))
 
 
-def info_last(args):
-    return Wrong(args, 4, lambda x: {"episode": x})
-
-
-def dict_observations(args):
-    return Wrong(args, 0, lambda x: {"policy": x})
-
-
 def another_device(args):
     return Wrong(args, 0, lambda x: x.to("meta"))
 

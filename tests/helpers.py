@@ -1,8 +1,10 @@
 """What the tests share: the scripts, random rollouts, computations in float64, and calling a script."""
 
 import contextlib
+import copy
 import io
 import os
+import re
 import signal
 import sys
 import traceback
@@ -66,9 +68,8 @@ class Case:
         obs_space = obs_space or spaces.Box(-np.inf, np.inf, (D,))
         agent = self.script.Agent(args, obs_space, num_actions or self.num_actions)
         with torch.no_grad():
-            agent.actor[-1].weight.mul_(60)
-            for layer in (*agent.actor[::2], *agent.critic[::2]):
-                layer.bias.normal_(std=0.1)
+            for parameter in agent.parameters():
+                parameter += 0.1 * torch.randn(parameter.shape)
         agent.obs_moments.update(0.5 + 2 * torch.randn(50, obs_space.shape[0]))
         agent.return_moments.update(1 + 3 * torch.randn(50, 1))
         return agent
@@ -114,26 +115,22 @@ class Case:
         """An iteration's learning: see `update`."""
         return self.update(agent, self.make_batch(agent, rollout, args), rollout, args, **given)
 
-    def forward(self, network, x):
-        """What a network gives, in NumPy and float64."""
-        for layer in network[:-1:2]:
-            x = self.activation(x @ float64(layer.weight).T + float64(layer.bias))
-        return x @ float64(network[-1].weight).T + float64(network[-1].bias)
-
     def policy(self, agent, obs, norm_obs=True):
-        """An agent's policy for raw observations [..., D]."""
-        return self.policy_of(self.forward(agent.actor, normalized(agent, obs, norm_obs)), agent)
+        """An agent's policy for raw observations [..., D], in float64."""
+        inputs = torch.from_numpy(normalized(agent, obs, norm_obs))
+        return float64(copy.deepcopy(agent).double().policy(inputs))
 
     def values(self, agent, obs, norm_obs=True):
-        """An agent's values [...] of raw observations [..., D]."""
-        return self.forward(agent.critic, normalized(agent, obs, norm_obs))[..., 0]
+        """An agent's values [...] of raw observations [..., D], in float64."""
+        return float64(
+            copy.deepcopy(agent).double().value(torch.from_numpy(normalized(agent, obs, norm_obs)))
+        )
 
 
 class Discrete(Case):
     """A policy is the vector log π(·|s)."""
 
     env_id, walk = "scripted_envs:Scripted-v0", "user_envs:Walk-v0"
-    activation = staticmethod(np.tanh)
     num_actions, betas = 4, (0.9, 0.999)
 
     def count(self, space):
@@ -144,9 +141,6 @@ class Discrete(Case):
 
     def make_batch(self, agent, rollout, args):
         return self.script.make_batch(agent, rollout, args)
-
-    def policy_of(self, logits, agent):
-        return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
     def distribution(self, policy):
         return Categorical(logits=policy)
@@ -176,12 +170,6 @@ class Continuous(Case):
     def make_batch(self, agent, rollout, args):
         self.script.normalize_rollout(agent, rollout, args)
         return self.script.make_batch(agent, rollout, args)
-
-    def activation(self, x):
-        return np.where(x > 0, x, np.exp(np.minimum(x, 0)) - 1)  # ELU
-
-    def policy_of(self, means, agent):
-        return np.concatenate([means, np.broadcast_to(float64(agent.log_std), means.shape)], -1)
 
     def distribution(self, policy):
         mean, log_std = policy.chunk(2, -1)
@@ -235,12 +223,13 @@ def normalized(agent, obs, norm_obs=True):
     return np.clip(scaled, -10, 10)
 
 
-def direct_gae(rewards, values, terminated, truncated, gamma, gae_lambda):
+def direct_gae(rewards, values, terminated, truncated, gamma, gae_lambda, next_values=None):
     """A_t = Σ_l (γλ)^l δ_{t+l}, each sum by itself, up to the episode's end or the last row."""
+    next_values = values[1:] if next_values is None else next_values
     advantages = np.zeros(rewards.shape)
     for t, n in np.ndindex(*rewards.shape):
         for step in range(t, len(rewards)):
-            future = 0.0 if terminated[step, n] else gamma * values[step + 1, n]
+            future = 0.0 if terminated[step, n] else gamma * next_values[step, n]
             delta = rewards[step, n] + future - values[step, n]
             advantages[t, n] += (gamma * gae_lambda) ** (step - t) * delta
             if terminated[step, n] or truncated[step, n]:
@@ -307,6 +296,18 @@ def run(case, folder, *words, **settings):
     done = call(case, folder, *flags(env_id=case.walk, **small | settings), *words)
     assert (done.status, done.err) == (0, "")
     return done
+
+
+def assert_help(case, folder):
+    """--help tells the script's purpose, and each flag has a text. Returns what is printed."""
+    shown = call(case, folder, "--help")
+    assert shown.status == 0
+    plain = re.sub(r"[│╭╮╰╯─\s]+", " ", shown.out)
+    assert case.script.__doc__.split("\n")[0] in plain
+    for setting in fields(case.script.Args):
+        flag = re.escape(f" --{setting.name.replace('_', '-')}")
+        assert re.search(rf"{flag}\b[^·]*?\w\w\w \w.*?\(default: ", plain), flag
+    return shown.out
 
 
 def checkpoint_in(folder):

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import cv2
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -265,27 +264,6 @@ def test_the_network_is_stable_baselines3s():
         torch.testing.assert_close(values, policy.predict_values(obs).squeeze(-1), atol=1e-5, rtol=1e-5)
 
 
-def test_initial_weights():
-    """Orthogonal, with the gains of [37], and near-uniform policies at first."""
-    agent = ppo.Agent(make_args(), 6)
-    gains = {agent.trunk[index]: 2**0.5 for index in (0, 2, 4, 7)} | {agent.actor: 0.01, agent.critic: 1.0}
-    for layer, gain in gains.items():
-        matrix = layer.weight.flatten(1) / gain
-        product = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
-        torch.testing.assert_close(product, torch.eye(len(product)), atol=1e-4, rtol=1e-4)
-        assert not layer.bias.any()
-
-
-def test_bfloat16():
-    """Products in bfloat16 change policies and values a little."""
-    obs = torch.randint(0, 256, (32, 4, 84, 84), dtype=torch.uint8)
-    exact, rounded = make_agent(make_args()), make_agent(make_args(bfloat16=True))
-    with torch.no_grad():
-        for x, near in zip(exact(obs), rounded(obs), strict=True):
-            assert near.dtype == torch.float32
-            assert 0 < (x - near).abs().max() < 0.05 * (1 + x.abs().max())
-
-
 # The update
 
 
@@ -449,7 +427,7 @@ def save_policy(path, args, agent):
 
 @pytest.mark.slow
 def test_a_policy_and_a_video(tmp_path):
-    """`load_policy` takes one observation or several; the video shows the first game."""
+    """`load_policy` takes one observation or several; the evaluation plays it, and records a video."""
     settings = {"env_id": "ALE/MsPacman-v5", "env_kwargs": '{"max_num_frames_per_episode": 600}'}
     args = make_args(**settings, eval_episodes=3, clip_rewards=False)
     agent, path = make_agent(args, 9), tmp_path / "checkpoint.pt"
@@ -459,22 +437,12 @@ def test_a_policy_and_a_video(tmp_path):
     with torch.no_grad():
         greedy = agent(torch.from_numpy(obs))[0].argmax(-1).tolist()
     assert policy(obs).tolist() == [policy(one).item() for one in obs] == greedy
-    envs, seen = ppo.make_envs(args, 3), []
+    envs = ppo.make_envs(args, 3)
     obs, _ = envs.reset(seed=ppo.seed_everything(1) % 2**29 + 2**30)
     returns = np.zeros(3)
     for _ in range(120):
         obs, rewards, *_ = envs.step(policy(obs))
-        seen.append(obs[:, -1])
         returns += rewards
     assert returns.max() > 20  # unclipped: a pellet is worth 10
-    results = ppo.evaluate(path, replace(args, capture_video=True))
-    assert (results >= returns).all()
-    (video,) = tmp_path.glob("videos/*.mp4")
-    capture, images = cv2.VideoCapture(str(video)), []
-    while (frame := capture.read())[0]:
-        images.append(frame[1])
-    assert np.shape(images)[1:] == (210, 160, 3)
-    grey = [cv2.resize(image @ [0.114, 0.587, 0.299], (84, 84)) for image in images[:120]]
-    moving = [np.ravel(shown - np.mean(shown, 0)) for shown in (grey, *np.swapaxes(seen, 0, 1))]
-    likeness = np.corrcoef(moving)[0]
-    assert likeness[1] > 0.8 > max(likeness[2:]) + 0.2, likeness
+    assert (ppo.evaluate(path, replace(args, capture_video=True)) >= returns).all()
+    assert len([*tmp_path.glob("videos/*.mp4")]) == 1

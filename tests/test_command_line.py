@@ -1,6 +1,5 @@
 """The command line: refusals, help, what a run prints, and that the same seed gives the same run."""
 
-import dataclasses
 import re
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ from helpers import (
     DISCRETE,
     ROOT,
     SMALL,
+    assert_help,
     atari_too,
     call,
     checkpoint_in,
@@ -124,14 +124,8 @@ def test_missing_packages_are_named(tmp_path, monkeypatch):
 @atari_too
 def test_help(case, tmp_path):
     """The script's purpose, three examples, and each flag with a text."""
-    shown = call(case, tmp_path, "--help")
-    assert shown.status == 0
-    assert len(re.findall(rf"^ +python .*{case.file}", shown.out, re.MULTILINE)) == 3
-    plain = re.sub(r"[│╭╮╰╯─\s]+", " ", shown.out)
-    assert case.script.__doc__.split("\n")[0] in plain
-    for setting in dataclasses.fields(case.script.Args):
-        flag = re.escape(f" --{setting.name.replace('_', '-')}")
-        assert re.search(rf"{flag}\b[^·]*?\w\w\w \w.*?\(default: ", plain), flag
+    out = assert_help(case, tmp_path)
+    assert len(re.findall(rf"^ +python .*{case.file}", out, re.MULTILINE)) == 3
 
 
 @memory_too
@@ -173,15 +167,9 @@ def test_returns_below_one_are_readable(tmp_path):
     env = {"env_id": "user_envs:Probe-v0", "env_kwargs": '{"pays": "match"}'}
     done = call(DISCRETE, tmp_path, *flags(**SMALL | env))
     printed = [float(value) for value in re.findall(r"steps  return (\S+)", done.out)]
-    logged = curves_of(tmp_path)["charts/episodic_return_100"]
+    logged = [*curves(checkpoint_in(tmp_path).parent)["charts/episodic_return_100"].values()]
     assert [printed[0], printed[-1]] == pytest.approx([logged[0], logged[-1]], rel=1e-3)
     assert 0 < printed[0] != round(printed[0], 1)
-
-
-def curves_of(folder):
-    """The values of each curve of the only run in a folder."""
-    data = curves(checkpoint_in(folder).parent)
-    return {tag: list(values.values()) for tag, values in data.items()}
 
 
 def test_a_copied_script_runs_alone(tmp_path):

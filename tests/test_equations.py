@@ -1,7 +1,6 @@
 """The equations, each against an independent computation: NumPy or torch.distributions, in float64."""
 
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from helpers import (
     RewardScale,
     atari_too,
     direct_gae,
-    each_script,
     float64,
     random_ends,
 )
@@ -24,6 +22,7 @@ from hypothesis import strategies as st
 from torch.distributions import kl_divergence
 
 import ppo
+import ppo_gpu
 
 FAST = settings(max_examples=30, deadline=None, derandomize=True)
 SEEDS = st.integers(0, 2**32 - 1)
@@ -46,26 +45,6 @@ def test_distributions(case, seed, rows, actions, scale):
     ):
         assert result.shape == (rows,)
         torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
-
-
-# Networks
-
-
-@each_script
-def test_first_weights(case):
-    """Orthogonal with gain √2, but 0.01 for the policy's last layer and 1 for the value's; biases are 0."""
-    args = case.make_args(hidden_size=32)
-    agent = case.script.Agent(args, spaces.Box(-np.inf, np.inf, (D,)), case.num_actions)
-    layers = [*agent.actor[::2], *agent.critic[::2]]
-    gains = (math.sqrt(2), math.sqrt(2), 0.01, math.sqrt(2), math.sqrt(2), 1.0)
-    assert [layer.out_features for layer in layers] == [32, 32, case.num_actions, 32, 32, 1]
-    for layer, gain in zip(layers, gains, strict=True):
-        w = float64(layer.weight)
-        square = w @ w.T if w.shape[0] <= w.shape[1] else w.T @ w
-        np.testing.assert_allclose(square, gain**2 * np.eye(len(square)), atol=1e-5 * gain**2)
-        assert layer.bias.abs().max() == 0
-    policy = [-math.log(4)] * 4 if case is DISCRETE else [0, 0, -0.5, -0.5]
-    np.testing.assert_allclose(float64(agent.policy(torch.randn(9, D))), [policy] * 9, atol=0.05)
 
 
 # compute_gae
@@ -216,12 +195,13 @@ def test_equal_advantages():
 # Running statistics
 
 
+@pytest.mark.parametrize("script", [ppo, ppo_gpu])
 @FAST
 @given(seed=SEEDS, offset=st.floats(-1e3, 1e3), scale=st.sampled_from([0.1, 1.0, 30.0]))
-def test_running_moments(seed, offset, scale):
+def test_running_moments(script, seed, offset, scale):
     """Batches of any sizes merge to the mean and population variance of all data at once."""
     rng = np.random.default_rng(seed)
-    moments, data = ppo.RunningMoments(2), np.zeros((0, 2))
+    moments, data = script.RunningMoments(2), np.zeros((0, 2))
     for size in rng.integers(1, 20, 6):
         batch = (offset + scale * rng.normal(size=(size, 2))).astype(np.float32)
         moments.update(torch.from_numpy(batch))

@@ -1,6 +1,5 @@
 """plot.py: runs of ours and of CleanRL, what is skipped, resumed runs, the figure and the table."""
 
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -72,19 +71,8 @@ def test_runs_with_other_settings_are_other_lines(tmp_path, monkeypatch, capsys)
     run(monkeypatch, "runs", "--compare")
     out, err = capsys.readouterr()
     _header, first, second, _ = out.splitlines()
-    assert first.split() == [
-        "built-in",
-        "grpo,",
-        "learning_rate",
-        "0.1",
-        "200",
-        "2",
-        "0.1",
-        "0.1",
-        "to",
-        "0.1",
-    ]
-    assert second.split() == ["built-in", "grpo,", "learning_rate", "0.2", "200", "1", "0.2", "-"]
+    assert " ".join(first.split()) == "built-in grpo, learning_rate 0.1 200 2 0.1 0.1 to 0.1"
+    assert " ".join(second.split()) == "built-in grpo, learning_rate 0.2 200 1 0.2 -"
     assert err == ""
 
 
@@ -140,22 +128,11 @@ def test_runs_of_edited_scripts_are_other_lines(tmp_path, monkeypatch, capsys):
 
 
 def test_values_between_0_and_1_are_readable(tmp_path, monkeypatch, capsys):
-    """Returns in the table and on the axis, and seconds: half a second was 500m."""
+    """Returns, such as those of FrozenLake."""
     monkeypatch.chdir(tmp_path)
-    start = time.time()
-    with SummaryWriter(str(Path("runs", OURS.format(1, 0)))) as writer:
-        for i in range(5):
-            writer.add_scalar(TAG, 0.31234 + i / 1e4, 500 * i, walltime=start + i / 2)
+    write(Path("runs", OURS.format(1, 0)), [(500 * i, 0.31234 + i / 1e4) for i in range(5)])
     run(monkeypatch, "runs", "--compare")
     assert " 0.31274 " in capsys.readouterr().out
-    figures = []
-    monkeypatch.setattr(plot.plt, "savefig", lambda path: figures.append(plot.plt.gcf()))
-    run(monkeypatch, "runs", "--x", "seconds", "--output", "curves.png")
-    figures[0].canvas.draw()
-    (axes,) = figures[0].axes
-    seconds, returns = axes.get_xticklabels(), axes.get_yticklabels()
-    assert "0.5" in [label.get_text() for label in seconds]
-    assert returns[0].get_text().startswith("0.31")
 
 
 @pytest.mark.parametrize("x", ["steps", "seconds"])
@@ -194,24 +171,6 @@ def test_a_shorter_run_is_named(runs, monkeypatch, capsys):
     assert capsys.readouterr().err == note
 
 
-def test_a_file_is_a_run(runs, monkeypatch, capsys):
-    (file,) = Path("runs", OURS.format(1, 0)).iterdir()
-    run(monkeypatch, file, "--compare")
-    assert "1000" in capsys.readouterr().out.replace(",", "")
-
-
-def test_many_experiments_have_different_lines(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    plot.plt.switch_backend("agg")
-    for name in "abcdefgh":
-        write(Path("runs", f"CartPole-v1__{name}__1__20260102-030405-000000"), [(1, 1.0), (2, 2.0)])
-    figures = []
-    monkeypatch.setattr(plot.plt, "savefig", lambda path: figures.append(plot.plt.gcf()))
-    run(monkeypatch, "runs/*")
-    (axes,) = figures[0].axes
-    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == 8
-
-
 def test_nothing_to_plot(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         run(monkeypatch, tmp_path)
@@ -222,10 +181,7 @@ def test_nothing_to_plot(tmp_path, monkeypatch, capsys):
     ("flags", "line"),
     [
         (("--output", "curves.xyz"), "plot.py: cannot save curves.xyz: Format 'xyz' is not supported"),
-        (("--output", "missing/curves.png"), "plot.py: cannot save missing/curves.png: "),
         (("--smooth", "1.5"), "plot.py: --smooth 1.5 is not between 0 and 1"),
-        (("--smooth", "-0.1"), "plot.py: --smooth -0.1 is not between 0 and 1"),
-        (("--smooth", "nan"), "plot.py: --smooth nan is not between 0 and 1"),
     ],
 )
 def test_bad_flags_are_refused_in_one_line(runs, monkeypatch, capsys, flags, line):
@@ -254,11 +210,3 @@ def test_smoothing_averages_the_window_behind():
     points = np.array([1.0, 2.0, 3.0, 4.0])
     np.testing.assert_allclose(plot.smooth(curve, "steps", 0, points), [1, 3, 5.5, 8])
     np.testing.assert_allclose(plot.smooth(curve, "steps", 2, points), [1, 7 / 3, 3.5, 14 / 3])
-
-
-def test_missing_extra_is_one_line():
-    code = "import sys; sys.modules['pandas'] = None; import plot"
-    folder = Path(plot.__file__).parent
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr == 'plot.py needs pandas: pip install matplotlib "pandas<3"\n'

@@ -6,7 +6,6 @@ import re
 import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -165,33 +164,6 @@ def test_each_command_runs(line, user):
         assert "evaluation return" in call(name, user, *args, *shorter)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
-@pytest.mark.parametrize("line", LOOPS)
-def test_each_loop_runs(line, user):
-    """Loops of the shell, which start several runs at once."""
-    before = set(user.glob("runs/*"))
-    line = line.replace(" --total-timesteps 1e5", "")
-    line = line.replace("python ppo.py", shlex.join([sys.executable, str(ROOT / "ppo.py"), *shortened(ppo)]))
-    subprocess.run(["bash", "-ec", line], cwd=user, check=True)
-    assert len(set(user.glob("runs/*")) - before) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
-def test_set_up(tmp_path):
-    """The set-up installs every script from a copy of the repository, without what they need.
-
-    `.ci/run` installs everything.
-    """
-    shutil.copytree(ROOT, tmp_path / "copy", ignore=shutil.ignore_patterns(".*", "runs", "results", "build"))
-    lines = [line.replace("pip install", "pip install --quiet --no-deps") for line in SET_UP]
-    modules = [name.removesuffix(".py") for name in (*SCRIPTS, "ppo_gpu.py", "ppo_rlhf.py", "grpo.py")]
-    code = f"from importlib.util import find_spec; assert all(map(find_spec, {modules}))"
-    lines += ["cd ..", f'python -c "{code}"']
-    subprocess.run(["bash", "-ec", "\n".join(lines)], cwd=tmp_path / "copy", check=True)
-
-
 def test_every_flag_exists():
     """Each --flag that the documents name belongs to a script, or to a tool that they call."""
     scripts = (*SCRIPTS.values(), ppo_gpu, ppo_rlhf, grpo)
@@ -241,9 +213,9 @@ def test_links():
 def test_equations_are_where_the_table_says():
     """The functions and classes in the table of equations are in `ppo.py`, before the ruled line."""
     first_half = (ROOT / "ppo.py").read_text(encoding="utf-8").split("# ========")[0]
-    table = README.split("## Read it")[1].split("\n\n")[2]
+    (table,) = re.findall(r"\| paper \| code \|\n(.*?)\n\n", README, re.DOTALL)
     names = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.rsplit(" | ", 1)[1])]
-    assert len(names) > 9
+    assert len(names) > 5
     for name in names:
         assert re.search(rf"^(def|class) {name}\b", first_half, re.MULTILINE), name
 
@@ -278,12 +250,3 @@ def test_no_other_metric_is_documented(folder):
     written = set().union(*(tags_in(run) for run in folder.glob("runs/*")))
     atari = (ROOT / "ppo_atari.py").read_text(encoding="utf-8")
     assert [tag for tag in documented_tags() - written if f'"{tag.split("/")[1]}"' not in atari] == []
-
-
-def test_set_up_and_ci_run_the_same_tests():
-    """CI installs the extras and runs the test command that CONTRIBUTING.md gives."""
-    ci = (ROOT / ".ci" / "run").read_text()
-    assert 'pip install -e ".[dev,playground,trl]"' in PAGES["CONTRIBUTING.md"]
-    assert "python -m pytest\n" in PAGES["CONTRIBUTING.md"]
-    assert "pip\" install --quiet -e '.[dev,playground,trl]'" in ci
-    assert '/python" -m pytest\n' in ci

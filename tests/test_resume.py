@@ -130,23 +130,6 @@ def test_adapted_coefficients_continue(name, tmp_path):
         assert max(a / b, b / a) == pytest.approx(factor, rel=1e-4)
 
 
-@each_script
-def test_flags_override_saved_ones(case, trained, tmp_path):
-    """With --resume, a flag that is given counts, and the others are as they were."""
-    path = copied(trained(case).checkpoint, tmp_path)
-    before = load(path)
-    content, data = resume(case, path, *flags(learning_rate=0.0123), "--no-anneal-lr", "--adapt", "none")
-    changed = {name: value for name, value in content["args"].items() if value != before["args"][name]}
-    assert changed.pop("resume") == path.name
-    assert changed.pop("adapt", "none") == "none"
-    assert changed == {"learning_rate": 0.0123, "anneal_lr": False, "total_timesteps": 700}
-    rates = [
-        rate for step, rate in data["charts/learning_rate"].items() if step > before["state"]["global_step"]
-    ]
-    assert rates == pytest.approx([0.0123] * len(rates))
-    assert checkpoint_in(tmp_path) == path
-
-
 # Runs that stop early
 
 

@@ -149,9 +149,9 @@ def test_minibatches(case, steps, envs, minibatches):
 def layer_pairs(agent, policy):
     """Our layers, and those of Stable-Baselines3's policy in the same places."""
     extractor = policy.mlp_extractor
-    theirs = extractor.policy_net[0], extractor.policy_net[2], policy.action_net
-    theirs += extractor.value_net[0], extractor.value_net[2], policy.value_net
-    return zip((*agent.actor[::2], *agent.critic[::2]), theirs, strict=True)
+    theirs = [*extractor.policy_net, policy.action_net, *extractor.value_net, policy.value_net]
+    ours, theirs = ([x for x in layers if hasattr(x, "weight")] for layers in (agent.modules(), theirs))
+    return zip(ours, theirs, strict=True)
 
 
 def make_sb3(case, agent, args):
@@ -384,7 +384,7 @@ def test_what_cannot_be_compiled_is_an_error():
 
 
 def test_floor_of_the_standard_deviation():
-    """No step leaves a log σ below --min-log-std; from there it can rise; nothing else is touched."""
+    """No step leaves a log σ below --min-log-std; nothing else is touched."""
     case, one = CONTINUOUS, {"update_epochs": 1, "num_minibatches": 1}
     ends = {}
     for floor in (-20.0, -0.5):
@@ -402,11 +402,6 @@ def test_floor_of_the_standard_deviation():
     agent.log_std.data.fill_(-0.499)
     case.learn(agent, case.make_rollout(args, agent), args, loss=recorder)
     assert min(seen.log_std.min() for seen in recorder.agents) == -0.5
-    args = case.make_args(min_log_std=-1.0, ent_coef=100.0)
-    agent = case.make_agent(args)
-    agent.log_std.data.fill_(-1.0)
-    case.learn(agent, case.make_rollout(args, agent), args)
-    assert (agent.log_std > -1).all()
 
 
 # train
