@@ -86,7 +86,7 @@ class Args:  # the trailing comments become --help
     learning_rate: float = 1e-3  # Adam's step size
     anneal_lr: bool = True  # decay the learning rate linearly to 0
     gamma: float = 0.99  # γ: discount factor
-    gae_lambda: float = 0.98  # λ: trades bias (0) against variance (1) of the advantages
+    gae_lambda: float = 0.95  # λ: trades bias (0) against variance (1) of the advantages
     update_epochs: int = 10  # K: passes over each rollout
     num_minibatches: int = 4  # minibatches of whole environments per epoch, one gradient step each
     norm_adv: bool = True  # normalise the advantages of each minibatch to mean 0, standard deviation 1

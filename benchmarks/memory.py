@@ -34,7 +34,7 @@ TASKS = {  # steps, and the return that counts as solved
 }
 NETWORK = {"shared_lstm": True, "enable_critic_lstm": False, "lstm_hidden_size": 128, "net_arch": []}
 OURS = {
-    "n_envs": 16, "n_steps": 128, "batch_size": 512, "n_epochs": 10, "gae_lambda": 0.98, "ent_coef": 0.01,
+    "n_envs": 16, "n_steps": 128, "batch_size": 512, "n_epochs": 10, "gae_lambda": 0.95, "ent_coef": 0.01,
     "learning_rate": 1e-3, "linear": ("learning_rate",), "normalize": True, "policy_kwargs": NETWORK,
 }  # fmt: skip
 ZOO = {
