@@ -24,8 +24,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "memory.csv"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results/data/memory.csv"
 TASKS = {  # steps, and the return that counts as solved
     "Cue-v0": (100_000, 0.95),
     "PositionOnlyCartPole-v1": (100_000, 475),
@@ -34,7 +34,7 @@ TASKS = {  # steps, and the return that counts as solved
 }
 NETWORK = {"shared_lstm": True, "enable_critic_lstm": False, "lstm_hidden_size": 128, "net_arch": []}
 OURS = {
-    "n_envs": 16, "n_steps": 128, "batch_size": 512, "n_epochs": 10, "gae_lambda": 0.98, "ent_coef": 0.01,
+    "n_envs": 16, "n_steps": 128, "batch_size": 512, "n_epochs": 10, "gae_lambda": 0.95, "ent_coef": 0.01,
     "learning_rate": 1e-3, "linear": ("learning_rate",), "normalize": True, "policy_kwargs": NETWORK,
 }  # fmt: skip
 ZOO = {
@@ -134,7 +134,7 @@ def run_sb3(settings, task, steps, seed) -> Rows:
 def run_one(task, library, seed) -> None:
     """Train, and store a row of the results."""
     import torch
-    from run import ROOT, git, store
+    from run import git, store
 
     torch.set_num_threads(1)
     sys.path.insert(0, str(ROOT))

@@ -78,18 +78,18 @@ def play_all(agent, obs, starts, norm_obs=True):
     return policies, values
 
 
-def collect(args, rollouts, agent=None, change=lambda agent, rollout: None):
-    """The agent, and copies of several consecutive rollouts with their batches."""
+def collect(args, rollouts, between=lambda agent, rollout: None):
+    """The agent, and copies of consecutive rollouts. `between` is called after each."""
     envs = ppo_lstm.make_envs(args)
     space, num_actions = envs.single_observation_space, int(envs.single_action_space.n)
-    agent = agent or make_agent(args, space, num_actions)
+    agent = make_agent(args, space, num_actions)
     rollout = ppo_lstm.Rollout(args, space.shape[0], num_actions)
     rollout.obs[-1], _ = envs.reset(seed=10)
     copies = []
     for _ in range(rollouts):
         ppo_lstm.collect_rollout(envs, agent, rollout, args)
         copies.append(copy.deepcopy(rollout))
-        change(agent, rollout)
+        between(agent, rollout)
     envs.close()
     return agent, copies
 
@@ -170,13 +170,13 @@ def learn(agent, obs, starts, memory):
 
 @each_cell
 def test_learning_equals_each_episode_alone(cell):
-    """For all 1024 ways in which episodes can start in 5 steps of 2 environments.
+    """For all 256 ways in which episodes can start in 4 steps of 2 environments.
 
     The first rows continue an episode whose earlier rows only the memory has seen.
     """
     agent = make_agent(make_args(cell=cell)).double()
     before, _ = random_sequences(3, 2, seed=1)
-    obs, _ = random_sequences(5, 2)
+    obs, _ = random_sequences(4, 2)
     no_start = np.zeros((3, 2), bool)
     no_start[0] = True
     _, memory = agent.remember(
@@ -184,8 +184,8 @@ def test_learning_equals_each_episode_alone(cell):
         torch.zeros(2 if cell == "lstm" else 1, 2, 8).double(),
     )
     whole = np.concatenate([before, obs])
-    for pattern in itertools.product([False, True], repeat=10):
-        starts = np.reshape(pattern, (5, 2))
+    for pattern in itertools.product([False, True], repeat=8):
+        starts = np.reshape(pattern, (4, 2))
         policies, values = play_all(agent, whole, np.concatenate([no_start, starts]))
         policy, value = learn(agent, obs, starts, memory)
         np.testing.assert_allclose(float64(policy), policies[3:], atol=1e-11)
@@ -194,28 +194,23 @@ def test_learning_equals_each_episode_alone(cell):
 
 @each_cell
 def test_acting_and_learning_are_the_same(cell):
-    """Learning gives the log-probabilities and values of acting, to rounding, also where statistics change
-    between rollouts; the batch has the memory before its first row.
-    """
-    args = make_args(cell=cell)
-    moved = []
+    """Learning gives the policies and values of acting, to rounding, while statistics and weights change."""
+    args, moved = make_args(cell=cell), []
 
     def check(agent, rollout):
-        batch = ppo_lstm.make_batch(acting := copy.deepcopy(agent), rollout, args)
+        before = copy.deepcopy(agent.state_dict())
+        batch = ppo_lstm.make_batch(agent, rollout, args)
+        moved.append((agent.obs_moments.mean - before["obs_moments.mean"]).abs().min())
         with torch.no_grad():
             policy, values = agent(batch.obs, batch.starts, batch.memory)
         np.testing.assert_allclose(policy, rollout.policies, atol=1e-4)
         np.testing.assert_allclose(values, rollout.values[:-1], atol=1e-4)
-        torch.testing.assert_close(batch.old_policy, rollout.policies)
-        torch.testing.assert_close(batch.old_values, rollout.values[:-1])
-        moved.append((acting.obs_moments.mean - agent.obs_moments.mean).abs().max())
-        agent.load_state_dict(acting.state_dict())
-        optimizer = SGD(agent.parameters(), 99.0)
-        state = ppo_lstm.State(1e-3)
-        metrics = ppo_lstm.update(agent, optimizer, batch, replace(args, update_epochs=1), state)
-        assert abs(metrics["first_approx_kl"]) < 0.5
+        np.testing.assert_array_equal(batch.old_policy, rollout.policies)
+        np.testing.assert_array_equal(batch.old_values, rollout.values[:-1])
+        metrics = ppo_lstm.update(agent, SGD(agent.parameters(), 1.0), batch, args, ppo_lstm.State(1e-3))
+        assert abs(metrics["first_approx_kl"]) < 1e-5
 
-    collect(args, 5, change=check)
+    collect(args, 5, between=check)
     assert min(moved) > 0
 
 
@@ -253,11 +248,10 @@ def test_episodes_do_not_leak(cell):
         )
 
 
-def rollout_of(args, seed=0):
+def rollout_of(args):
     """The agent, a rollout that continues another one, and its batch."""
     agent, copies = collect(args, 3)
-    agent_after = copy.deepcopy(agent)
-    return agent, copies[-1], ppo_lstm.make_batch(agent_after, copies[-1], args)
+    return agent, copies[-1], ppo_lstm.make_batch(copy.deepcopy(agent), copies[-1], args)
 
 
 @each_cell
@@ -403,19 +397,21 @@ def test_update_metrics():
     assert metrics["critic_error"] == pytest.approx(error, rel=1e-4)
 
 
-def test_gradient_steps():
+@pytest.mark.parametrize("largest", [0.1, 1e9])
+def test_gradient_steps(largest):
     """Each minibatch moves the weights by its own gradient, clipped, at the state's learning rate."""
-    args = make_args(max_grad_norm=0.1)
+    args = make_args(max_grad_norm=largest)
     agent, _, batch = rollout_of(args)
     by_hand = copy.deepcopy(agent)
     for minibatch in recorded(agent, batch, args):
         loss, _ = ppo_lstm.ppo_loss(by_hand, minibatch, args)
         grads = torch.autograd.grad(loss, tuple(by_hand.parameters()))
         norm = torch.cat([grad.flatten() for grad in grads]).norm()
-        assert norm > 0.1
+        scale = min(1, largest / norm)
+        assert (scale == 1) == (largest == 1e9)
         with torch.no_grad():
             for parameter, grad in zip(by_hand.parameters(), grads, strict=True):
-                parameter.sub_(1e-3 * grad * 0.1 / norm)
+                parameter.sub_(1e-3 * grad * scale)
     for one, other in zip(agent.parameters(), by_hand.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
