@@ -37,10 +37,10 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "distance_moved update adjust_coefficients train compiled seed_everything check_args "
     "make_env make_envs rescale ADVICE advise Run.__init__ Run.log Run.progress Run.finish restore "
     "load_policy evaluate RUN_ONLY parse_args main --desired_kl",
-    "grpo.py": "PRETRAINED SHOWN ScalarModel ScalarModel.__init__ ScalarModel.forward Models Models.__init__ "
-    "Task score whiten token_rewards compute_gae Batch ppo_loss collect update train evaluate PRODUCTS "
-    "(TONES,GOOD,BAD) WORDS make_reviews write_review human tastes learn_from_comparisons load_pretrained "
-    "check_args",
+    "grpo.py": "PRETRAINED NETWORKS SHOWN ScalarModel ScalarModel.__init__ ScalarModel.forward Models "
+    "Models.__init__ Task score whiten token_rewards compute_gae Batch ppo_loss collect update train "
+    "evaluate PRODUCTS (TONES,GOOD,BAD) WORDS make_reviews write_review human tastes learn_from_comparisons "
+    "load_pretrained check_args",
 }
 
 
