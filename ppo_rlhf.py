@@ -605,7 +605,7 @@ def call_reward(name: str, function: Callable, rows: list[dict], texts: list[str
     except Exception as error:
         raise ValueError(f"{name} failed for {len(texts)} responses: {error!r}") from error
     if rewards.shape != (len(texts),) or not rewards.isfinite().all():
-        raise ValueError(f"{name} returned {rewards} for {len(texts)} responses, not as many finite numbers")
+        raise ValueError(f"{name} must return {len(texts)} finite numbers, not {rewards.tolist()}")
     return rewards
 
 
@@ -789,6 +789,7 @@ def load_task(args: Args) -> Task:
     """
     from transformers import AutoConfig, AutoTokenizer
 
+    functions = {name: pkgutil.resolve_name(name) for name in args.reward_function}
     tokenizer, config = AutoTokenizer.from_pretrained(args.model), AutoConfig.from_pretrained(args.model)
     context = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     longest = context - args.max_response_length
@@ -796,7 +797,6 @@ def load_task(args: Args) -> Task:
     prompts, held_out = (read_rows(file, tokenizer, longest) if file else [] for file in files)
     if 0 < len(held_out) < PROCESSES:
         raise ValueError(f"{args.eval_prompts} has fewer prompts than there are processes")
-    functions = {name: pkgutil.resolve_name(name) for name in args.reward_function}
     for name, function in functions.items():
         call_reward(name, function, prompts[:2], [""] * len(prompts[:2]))
     return Task(tokenizer, [], prompts, held_out, functions)
