@@ -2,7 +2,7 @@
 
     python benchmarks/word_sums.py <folder>
 
-It learns the sums of grpo.py, in a minute on a CPU. The folder gets the model with its tokenizer (llama-sums),
+It learns the sums of grpo.py, in some minutes on a CPU. The folder gets the model and tokenizer (llama-sums),
 prompts with answers (train.jsonl, and the held-out test.jsonl), and the reward function (reward.py).
 docs/language_models.md has the commands that train the model with them.
 """
