@@ -900,11 +900,12 @@ class Run:
         self.save()
         if RANK == 0:
             self.writer.close()
-            functions = " ".join(["--reward-function", *self.args.reward_function])
+            names = self.args.reward_function
+            functions = f" --reward-function {' '.join(names)}" if names else ""
             print("curves     tensorboard --logdir runs")
-            print(
-                f"resume     python {sys.argv[0]} --resume {self.path}", functions if self.args.model else ""
-            )
+            print(f"resume     python {sys.argv[0]} --resume {self.path}{functions}", flush=True)
+        if PROCESSES > 1:
+            dist.destroy_process_group()
 
 
 def copy_to_cpu(x: Any) -> Any:
