@@ -287,9 +287,9 @@ def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: flo
     attention = torch.cat([batch.prompt_mask, batch.mask], 1)
     length = batch.mask.shape[1]
     output = model(**model_inputs(tokens, attention), logits_to_keep=length + 1)
-    logits = output.logits[:, -length - 1 :].float()
-    following = F.pad(batch.responses, (0, 1))  # logits at a token are for the next one; the last for none
-    return TokenLogProbs.apply(logits, following, temperature)[:, :-1]
+    logits = output.logits.float()  # of the last tokens, or of all; not sliced, which would take memory
+    following = F.pad(tokens[:, 1:], (0, 1))[:, -logits.shape[1] :]
+    return TokenLogProbs.apply(logits, following, temperature)[:, -length - 1 : -1]
 
 
 @torch.no_grad()
