@@ -20,6 +20,7 @@ from experiments import EXPERIMENTS, FIGURES, ROOT, Task
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 from minutes import LIBRARIES, MINUTES
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -127,6 +128,9 @@ def minutes_figure() -> Figure:
                 axes.plot(x, y, color=COLORS[index], linestyle=STYLES[index], label=label)
         axes.set_title(name_of(task), fontsize="medium")
         axes.set(xscale="log", xlabel="minutes of one core")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
     figure.axes[0].set_ylabel(AXIS["return"])
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
