@@ -100,13 +100,12 @@ def figures(results: pd.DataFrame) -> dict[str, Figure]:
 
 def speed_figure() -> Figure:
     """Steps per second on each task: a bar for the median of the runs, and a line for their range."""
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
     tasks = pd.read_csv(SPEEDS).groupby("env_id")
-    for axes, (env_id, found) in zip(figure.subplots(2, 2).flatten(), tasks, strict=False):
-        names = [VARIANTS.get(name, name) for name in found.variant]
+    figure = Figure(figsize=(3 * len(tasks), 2.2), layout="constrained")
+    for axes, (env_id, found) in zip(figure.subplots(1, len(tasks)), tasks, strict=True):
+        names = [VARIANTS.get(name, f"ours, {name}") for name in found.variant]
         for y, speeds in enumerate(np.sort(np.array(text.split(), float)) for text in found.speed):
-            ours = found.variant.iloc[y] == "eager" or names[y].startswith("--")
-            axes.barh(y, np.median(speeds), color=COLORS[0 if ours else 1])
+            axes.barh(y, np.median(speeds), color=COLORS[0 if names[y].startswith("ours") else 1])
             axes.plot(speeds, np.full(len(speeds), y), color="gray")
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()

@@ -143,7 +143,7 @@ def study_table(results: pd.DataFrame, study: Study) -> Iterator[Row]:
             yield row
 
 
-VARIANTS = {"eager": "eager", "sb3": "Stable-Baselines3", "sb3_tensors": "Stable-Baselines3", "sbx": "SBX"}
+VARIANTS = {"eager": "ours", "sb3": "Stable-Baselines3", "sb3_tensors": "Stable-Baselines3", "sbx": "SBX"}
 VARIANTS |= {"cleanrl": "CleanRL", "rsl_rl": "RSL-RL"}
 
 
@@ -161,7 +161,7 @@ def speed_table(speeds: pd.DataFrame) -> Iterator[Row]:
     for row in speeds.itertuples():
         yield {
             "task": f"{row.env_id}, N = {row.num_envs:,}",
-            "variant": VARIANTS.get(row.variant, f"`{row.variant}`"),
+            "variant": VARIANTS.get(row.variant, f"ours, `{row.variant}`"),
             "steps per second": span(row.speed),
             "ratio": span(row.ratio, 2),
             "s to the goal": span(getattr(row, "goal", "")),
