@@ -182,46 +182,6 @@ def test_a_group_of_equal_scores_has_small_advantages(beta):
     assert grpo.group_advantages(scores, torch.zeros(12), replace(args, group_size=12)).abs().max() < 1e-3
 
 
-def test_advantages_are_those_of_a_leave_one_out_baseline():
-    """[RLOO]'s, the reward minus the mean of the others' rewards, times (G - 1)/G."""
-    scores = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
-    leave_one_out = scores - (scores.sum(1, keepdim=True) - scores) / 4
-    args = grpo.Args(group_size=5, scale_rewards="none")
-    advantages = grpo.group_advantages(scores.flatten(), torch.zeros(30), args)
-    torch.testing.assert_close(advantages, 0.8 * leave_one_out.flatten())
-
-
-def test_gae_is_a_double_sum():
-    """A_t = Σ_k λ^k δ_{t+k}, within the response."""
-    torch.manual_seed(0)
-    lengths, width, lam = [1, 4, 6], 6, 0.9
-    mask = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
-    rewards, values = torch.randn(2, 3, width, dtype=torch.float64)
-    advantages, returns = rlhf.compute_gae(rewards * mask, values, mask, lam)
-    for row, length in enumerate(lengths):
-        v = [*values[row, :length].tolist(), 0.0]
-        deltas = [rewards[row, t].item() + v[t + 1] - v[t] for t in range(length)]
-        for t in range(length):
-            expected = sum(lam**k * delta for k, delta in enumerate(deltas[t:]))
-            assert advantages[row, t].item() == pytest.approx(expected)
-            assert returns[row, t].item() == pytest.approx(expected + v[t])
-    assert not advantages[~mask].any()
-
-
-def test_the_score_is_on_the_last_token():
-    mask = torch.tensor([[True, False, False], [True, True, True]])
-    rewards = rlhf.token_rewards(torch.tensor([1.0, 2.0]), torch.ones(2, 3), mask, kl_coef=0.1)
-    torch.testing.assert_close(rewards, torch.tensor([[0.9, 0, 0], [-0.1, -0.1, 1.9]]))
-
-
-def test_whitening_sees_only_the_mask():
-    torch.manual_seed(0)
-    x, mask = torch.randn(5, 7) * 3 + 2, torch.rand(5, 7) < 0.6
-    whitened = rlhf.whiten(x, mask)
-    torch.testing.assert_close(whitened[mask], (x[mask] - x[mask].mean()) / x[mask].std(correction=0))
-    assert not whitened[~mask].any()
-
-
 # Losses
 
 
@@ -290,21 +250,17 @@ def test_ppo_loss_token_by_token(clip_vloss):
 
 
 @both
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_log_probs_and_their_gradient(script, temperature):
-    """Those of log_softmax in float64, with logits in memory once."""
+def test_log_probs_and_their_gradient(script):
+    """Those of log_softmax, for more tokens than are computed at a time."""
     torch.manual_seed(0)
-    logits, tokens = 3 * torch.randn(3, 700, 5, dtype=torch.float64), torch.randint(5, (3, 700))
-    weights, results = torch.randn(3, 700, dtype=torch.float64), []
-    for ours in (True, False):
-        leaf = logits.clone().requires_grad_(True)
-        if ours:
-            log_probs = script.TokenLogProbs.apply(leaf * 1, tokens, temperature)
-        else:
-            log_policy = torch.log_softmax(leaf / temperature, 2)
-            log_probs = log_policy.gather(2, tokens.unsqueeze(2)).squeeze(2)
-        results.append((log_probs.detach(), *torch.autograd.grad((weights * log_probs).sum(), leaf)))
-    torch.testing.assert_close(*results)
+    tokens, weights = torch.randint(5, (3, 700)), torch.randn(3, 700)
+    logits = (3 * torch.randn(3, 700, 5)).requires_grad_(True)
+    log_policy = torch.log_softmax(logits / 0.6, 2)
+    expected = log_policy.gather(2, tokens.unsqueeze(2)).squeeze(2)
+    (gradient,) = torch.autograd.grad((weights * expected).sum(), logits)
+    log_probs = script.TokenLogProbs.apply(logits.clone(), tokens, 0.6)
+    torch.testing.assert_close(log_probs, expected)
+    torch.testing.assert_close(torch.autograd.grad((weights * log_probs).sum(), logits)[0], gradient)
 
 
 @both
@@ -472,55 +428,6 @@ def test_sampling(script, temperature):
         frequency = batch.responses[start::2, 0].bincount(minlength=4) / 1000
         assert (frequency - policy).abs().max() < 0.06
     assert not torch.equal(batch.responses[:700], batch.responses[700:1400])
-
-
-@both
-def test_greedy_responses(script):
-    """Temperature 0 takes the most likely token; in parts as in one; and columns end with the longest."""
-    actor, results = random_gpt(5, 8), []
-    task = make_task(["0 2 3", "2", "5 5", "7 3", "6"], script)
-    args = script.Args(temperature=0.0, max_response_length=9)
-    for size in (1, 2, 256):
-        results.append(script.generate(actor, task, task.prompts, replace(args, generation_batch_size=size)))
-    batch, _ = results[0]
-    for other, log_probs in results[1:]:
-        assert torch.equal(batch.mask, other.mask)
-        assert torch.equal(batch.responses * batch.mask, other.responses * batch.mask)
-        torch.testing.assert_close(results[0][1] * batch.mask, log_probs * batch.mask)
-    lengths = batch.mask.sum(1).tolist()
-    for row, response, length in zip(task.prompts, batch.responses.tolist(), lengths, strict=True):
-        tokens = Digits().encode(row["prompt"])
-        for token in response[:length]:
-            inputs = torch.tensor([tokens])
-            logits = actor(**script.model_inputs(inputs, torch.ones_like(inputs, dtype=torch.bool))).logits
-            assert token == logits[0, -1].argmax()
-            tokens.append(token)
-    assert batch.mask.shape[1] == max(lengths)
-
-
-def test_width_is_trimmed():
-    """`take` leaves out columns that are padding in all rows; `in_parts` gives outputs of whole batches."""
-    batch = random_batch(rlhf)
-    lengths = batch.mask.sum(1)
-    rows = (lengths <= 2).nonzero().squeeze(1)
-    part = rlhf.take(batch, rows)
-    assert part.prompts.tolist() == [[2, 3]] * len(rows)
-    assert part.responses.shape[1] == part.returns.shape[1] == 2
-    assert torch.equal(part.mask, batch.mask[rows, :2])
-    assert torch.equal(part.advantages, batch.advantages[rows, :2])
-    assert rlhf.take(random_batch(grpo), rows).advantages.shape == rows.shape
-    critic, widths = shared.random_critic(3), []
-
-    def values(part):
-        widths.append(part.mask.shape[1])
-        return critic(part)
-
-    with torch.no_grad():
-        whole = critic(batch)
-    parts = rlhf.in_parts(values, batch, rlhf.Args(micro_batch_size=5))
-    seen = torch.arange(5) <= lengths.unsqueeze(1)
-    torch.testing.assert_close(parts[seen], whole[seen])
-    assert min(widths) < max(widths) == 4
 
 
 @both
@@ -1050,8 +957,7 @@ def untrained(script, where, **changes):
     return args
 
 
-@both
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize(("script", "error"), [(rlhf, KeyboardInterrupt), (grpo, RuntimeError)])
 def test_an_interrupted_update_leaves_a_whole_iteration(script, error, tmp_path, monkeypatch):
     """The checkpoint is the last iteration's; a resumed run ends as one that was not interrupted."""
     more = {} if script is rlhf else {"kl_coef": 0.1}
@@ -1094,54 +1000,26 @@ def test_human_taste():
         assert rlhf.human({"tone": tone, "product": subject}, response) == taste
 
 
-def test_reviews_are_what_the_human_knows():
-    """Each has the tokens of the task; in half or more of them, the tone is the one asked for."""
-    _, task = rlhf.make_reviews(rlhf.Args(resume="nothing is learnt"))
-    rng, tastes = random.Random(0), []
-    for row in 100 * task.prompts:
-        review = rlhf.write_review(rng, row)
-        assert task.tokenizer.decode(task.tokenizer.encode(review)) == review
-        assert row["tone"] in row["prompt"]
-        tastes.append(rlhf.human(row, review))
-    assert len(task.prompts) == 24
-    assert min(tastes) == -1
-    assert np.mean(np.array(tastes) >= 1) == pytest.approx(2 / 3, abs=0.03)
-
-
 def test_sums():
-    """Examples forget to carry in 7 of 10 cases; held-out sums are never trained on, in neither order."""
+    """Examples forget 7 of 10 carries, nothing else; held-out sums are not trained on, in neither order."""
     _, task = grpo.make_sums(grpo.Args(resume="nothing is learnt"))
-    numbers = {grpo.spell(number): number for number in range(200)}
-    assert len(numbers) == 200
-    read = [
-        [[numbers[x] for x in re.findall("(.+) plus (.+) =", row["prompt"])[0]] for row in part]
-        for part in (task.prompts, task.eval_prompts)
-    ]
-    parts = [{tuple(sorted(pair)) for pair in part} for part in read]
+    parts = [{tuple(sorted((row["a"], row["b"]))) for row in x} for x in (task.prompts, task.eval_prompts)]
     assert not parts[0] & parts[1]
     assert parts[0] | parts[1] == set(combinations_with_replacement(range(20, 100), 2))
-    assert 0.04 < len(parts[1]) / len(parts[0]) < 0.09
-    rng, (accuracy,) = random.Random(1), task.reward_functions.values()
-    rows = rng.choices(task.prompts, k=4000)
+    numbers, rng, carried = {grpo.spell(number): number for number in range(200)}, random.Random(1), []
+    rows = rng.choices(task.prompts, k=2000)
     written = [grpo.write_sum(rng, row) for row in rows]
-    longest = max(len(task.tokenizer.encode(text)) for text in written)
-    assert longest < grpo.Args.max_response_length
-    carried = []
-    for row, text, right in zip(rows, written, accuracy(rows, written), strict=True):
+    for row, text, right in zip(rows, written, grpo.accuracy(rows, written), strict=True):
         a, b = (numbers[x] for x in re.findall("(.+) plus (.+) =", row["prompt"])[0])
         ones, tens, total = (numbers[x] for x in re.findall(r"(?:is|so) ([^,]+?)(?: ,|$)", text))
-        assert (ones, tens) == (a % 10 + b % 10, a - a % 10 + b - b % 10)
-        assert right == (total == a + b)
+        assert (ones, tens, row["answer"]) == (a % 10 + b % 10, a - a % 10 + b - b % 10, grpo.spell(a + b))
+        assert total == a + b - 10 * (not right)
+        assert right or ones > 9
+        assert len(task.tokenizer.encode(text)) < grpo.Args.max_response_length
         carried += [right] if ones > 9 else []
-        assert right or total == a + b - 10
-    assert np.mean(carried) == pytest.approx(0.3, abs=0.04)
-    row = {"answer": "thirty"}
-    assert accuracy([row] * 4, ["a , so thirty", "", "a , so thirty one", "a , so one hundred thirty"]) == [
-        1,
-        0,
-        0,
-        0,
-    ]
+    assert np.mean(carried) == pytest.approx(0.3, abs=0.05)
+    texts = ["a , so thirty", "", "a , so thirty one", "a , so one hundred thirty"]
+    assert grpo.accuracy([{"answer": "thirty"}] * 4, texts) == [1, 0, 0, 0]
 
 
 def test_optimum(everything):
@@ -1287,7 +1165,11 @@ def test_a_device_is_never_mixed_with_another(script, tmp_path, monkeypatch):
     fit = script.fit
     monkeypatch.setattr(script, "fit", lambda net, loss, _, rate, name: fit(net, loss, 2, rate, name))
     with shared.OneDevice():
-        script.train(script.Args(device="mps", total_episodes=64, batch_size=64, kl_coef=0.1))
+        script.train(
+            script.Args(
+                device="mps", total_episodes=64, batch_size=64, kl_coef=0.1, generation_batch_size=9999
+            )
+        )
         with pytest.raises(RuntimeError, match="mps"):
             torch.ones(2, device="mps") + torch.ones(2)
 
