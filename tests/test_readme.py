@@ -44,7 +44,9 @@ PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
 README, METRICS, VARIANTS = PAGES["README.md"], PAGES["docs/metrics.md"], PAGES["docs/scripts.md"]
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README + PAGES["docs/recipes.md"], re.DOTALL | re.MULTILINE)
 PROGRAMS = [text for language, text in BLOCKS if language == "python"]
-COMMANDS = [line for language, text in BLOCKS if language == "sh" for line in text.splitlines()]
+COMMANDS = [
+    line for language, text in BLOCKS if language == "sh" for line in re.findall("^[^#].*", text, re.M)
+]
 SET_UP = [line for line in COMMANDS if re.match(r"(python3 -m venv|source|pip) ", line)]
 LOOPS = [line for line in COMMANDS if line.startswith("for ")]
 CALLS = [line for line in COMMANDS if re.match(r"python (ppo\w*|plot)\.py", line)]
