@@ -9,7 +9,7 @@ r"""Group Relative Policy Optimization (GRPO) for language models, in one file.
         --reward-function my_module:reward --device cuda --bfloat16
     torchrun --nproc-per-node 4 grpo.py ...
 
-Without --model, a small transformer learns to add two numbers from examples half of which are wrong, and GRPO
+Without --model, a small transformer learns to add in words from examples that often forget to carry, and GRPO
 trains it with a reward of 1 for a right answer. With --model, it trains a model of the transformers library
 (to be installed; PRETRAINED has its defaults) on the prompts of a file, one line of JSON each, such as
 {"prompt": "2 + 3 =", "answer": "5"}. A prompt is a text, or a list of chat messages. Responses and rewards
@@ -17,7 +17,7 @@ are written to completions.jsonl in the run's folder. A reward function takes B 
 texts of B responses, and returns B numbers:
 
     def reward(rows, responses):
-        return [float(row["answer"] in response) for row, response in zip(rows, responses)]
+        return [float(response.endswith(row["answer"])) for row, response in zip(rows, responses)]
 
   [GRPO]     Shao et al. 2024, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language
              Models", arXiv:2402.03300; also Guo et al. 2025, "DeepSeek-R1", arXiv:2501.12948
@@ -38,8 +38,10 @@ from __future__ import annotations
 import copy
 import json
 import os
+import pickle
 import pkgutil
 import random
+import re
 import signal
 import sys
 import time
@@ -47,10 +49,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
@@ -58,24 +62,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import clip_grad_norm_, rnn
 from torch.optim import Adam
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 
 
 @dataclass
-class Args:  # the comments are the texts of --help
-    exp_name: str = Path(__file__).stem  # part of the run folder's name
+class Args:  # the trailing comments become --help
+    exp_name: str = Path(sys.argv[0]).stem or "grpo"  # part of the run folder's name
     seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
     resume: str | None = None  # resume from this checkpoint; other flags override its settings
-    eval_every: int = 10  # iterations between evaluations, and between checkpoints
+    eval_every: int = 10  # iterations between evaluations; each writes a checkpoint and the model
     track: bool = False  # mirror TensorBoard to Weights & Biases (needs wandb)
+    wandb_project_name: str = "grpo"  # project at Weights & Biases
+    wandb_entity: str | None = None  # team at Weights & Biases; None is your own account
 
     # Task
     model: str | None = None  # folder or name of a transformers model; None is for the built-in sums
     prompts: str | None = None  # file with a line of JSON for each prompt
     eval_prompts: str | None = None  # the same for held-out prompts
     reward_function: tuple[str, ...] = ()  # functions of rows and responses, as module:function; summed
-    max_response_length: int = 8  # longer responses are cut off, and have no stop token
+    max_response_length: int = 24  # longer responses are cut off, and have no stop token
+    mask_truncated: bool = False  # learn nothing from responses that are cut off ([DAPO], §3.4)
     temperature: float = 1.0  # divides the logits in sampling, and in every log-probability
     eval_temperature: float = 1.0  # divides the logits in evaluation; 0 is greedy
 
@@ -83,13 +91,13 @@ class Args:  # the comments are the texts of --help
     total_episodes: float = 61_440  # total number of responses, for example 1e5
     batch_size: int = 512  # B: responses per iteration, over all processes
     group_size: int = 8  # G: responses to each prompt
-    num_iterations: int = 2  # μ: passes over each batch
-    num_minibatches: int = 4  # minibatches per pass, one gradient step each
+    update_epochs: int = 2  # μ: passes over each batch
+    num_minibatches: int = 4  # minibatches per epoch, one gradient step each
     learning_rate: float = 1e-3  # Adam's step size, decayed linearly to 0
     kl_coef: float = 0.0  # β: weight of the KL divergence from the reference; 0 needs no reference
     kl_in: Literal["reward", "loss"] = "reward"  # k1 in the reward, or k3 in the loss
-    scale_rewards: Literal["none", "group"] = "group"  # divide rewards by their deviation in the group
-    loss_aggregation: Literal["sequence-mean", "token-mean", "constant"] = "constant"  # weights of tokens
+    scale_rewards: Literal["none", "group"] = "group"  # divide by the group's deviation; [Dr. GRPO]: none
+    loss_aggregation: Literal["sequence-mean", "token-mean", "constant"] = "constant"  # of [Dr. GRPO]
     clip_coef: float = 0.2  # ε: lower limit of the ratio of new to old probability is 1 - ε
     clip_coef_high: float = 0.2  # ε_high: upper limit is 1 + ε_high; [DAPO] has 0.28
     max_grad_norm: float = 1.0  # clip the gradient to this norm
@@ -102,12 +110,19 @@ class Args:  # the comments are the texts of --help
     gradient_checkpointing: bool = False  # save memory by computing activations twice
     lora_rank: int = 0  # train adapters of this rank on frozen weights (needs peft); 0 trains all weights
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():  # NumPy's numbers could not be loaded from a checkpoint
+            setattr(self, name, value.item() if isinstance(value, np.generic) else value)
+
 
 # The defaults with --model
 PRETRAINED = Args(max_response_length=512, eval_temperature=0.0, learning_rate=1e-6, micro_batch_size=4)
 RANK = int(os.environ.get("RANK", 0))  # of this process, and the number of all, as torchrun sets them
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
-SHOWN = "reward", "objective/kl"  # metrics to print, besides evaluations
+NETWORKS = 1  # that are trained: the actor
+SHOWN = (  # metrics to print, besides evaluations
+    "reward", "objective/kl", "policy/approxkl_avg", "completions/clipped_ratio", "frac_reward_zero_std",
+)  # fmt: skip
 
 # ------------------------------------------------- Networks -------------------------------------------------
 
@@ -158,7 +173,8 @@ class GPT(nn.Module):
             hidden, keys_values = block(hidden, visible, past)
             cache.append(keys_values)
         hidden = self.norm(hidden)
-        logits = hidden[:, -logits_to_keep:] @ self.tokens.weight.T
+        with torch.autocast(input_ids.device.type, enabled=False):
+            logits = hidden[:, -logits_to_keep:] @ self.tokens.weight.T
         return SimpleNamespace(last_hidden_state=hidden, logits=logits, past_key_values=cache)
 
 
@@ -239,8 +255,31 @@ def generate(actor: nn.Module, task: Task, rows: list[dict], args: Args) -> tupl
     return Responses(prompts, prompt_mask, responses[:, :length], mask[:, :length]), log_probs[:, :length]
 
 
-def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> tuple[Tensor, Tensor]:
-    """log π [B, L] of the responses' tokens, and the logits [B, L, V].
+class TokenLogProbs(torch.autograd.Function):
+    """log π [B, S] of tokens [B, S] from their logits [B, S, V], which are divided by the temperature.
+
+    For large vocabularies, logits take most of the memory. Softmax is computed for some tokens at a time, and
+    the gradient, 1(v = token) - π(v), takes the place of the logits: so they are there once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        chunks = logits.flatten(0, 1).split(1024)
+        log_z = torch.cat([(chunk / temperature).logsumexp(1) for chunk in chunks]).view(tokens.shape)
+        ctx.save_for_backward(logits, tokens, log_z)
+        ctx.temperature = temperature
+        return logits.gather(2, tokens.unsqueeze(2)).squeeze(2) / temperature - log_z
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        logits, tokens, log_z = ctx.saved_tensors
+        gradient = gradient.unsqueeze(2) / ctx.temperature
+        policy = logits.div_(ctx.temperature).sub_(log_z.unsqueeze(2)).exp_()
+        return policy.mul_(-gradient).scatter_add_(2, tokens.unsqueeze(2), gradient), None, None
+
+
+def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> Tensor:
+    """log π [B, L] of the responses' tokens.
 
     Logits are divided by the temperature, because the policy that acts is the one with this temperature.
     """
@@ -248,9 +287,9 @@ def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: flo
     attention = torch.cat([batch.prompt_mask, batch.mask], 1)
     length = batch.mask.shape[1]
     output = model(**model_inputs(tokens, attention), logits_to_keep=length + 1)
-    logits = output.logits[:, -length - 1 : -1]  # those at a token are for the next one
-    logits = logits.float() / temperature  # in bfloat16, numbers from -4 to -8 would be 1/32 apart
-    return logits.gather(2, batch.responses.unsqueeze(2)).squeeze(2) - logits.logsumexp(2), logits
+    logits = output.logits.float()  # of the last tokens, or of all; not sliced, which would take memory
+    following = F.pad(tokens[:, 1:], (0, 1))[:, -logits.shape[1] :]
+    return TokenLogProbs.apply(logits, following, temperature)[:, -length - 1 : -1]
 
 
 @torch.no_grad()
@@ -266,7 +305,22 @@ def in_parts(function: Callable[[Responses], Tensor], batch: Responses, args: Ar
 
 def all_log_probs(model: nn.Module, batch: Responses, args: Args) -> Tensor:
     """log π [B, L] of the responses' tokens, without gradients."""
-    return in_parts(lambda part: token_log_probs(model, part, args.temperature)[0], batch, args)[:, :-1]
+    return in_parts(lambda part: token_log_probs(model, part, args.temperature), batch, args)[:, :-1]
+
+
+def check_sampling(difference: Tensor, mask: Tensor) -> dict[str, float]:
+    """Metrics of the difference [B, L] between log π in sampling and in learning: it must be rounding."""
+    average, largest = masked_mean(difference.abs(), mask).item(), (difference.abs() * mask).max().item()
+    if average > 0.5:
+        raise FloatingPointError(f"log π of sampling and of learning differ by {average}: is there no cache?")
+    name = "sampling/sampling_logp_difference"
+    return {f"{name}/mean": average, f"{name}/max": largest}
+
+
+def ended(batch: Responses, task: Task) -> Tensor:
+    """Whether each response [B] has a stop token. The others were cut off."""
+    stop_tokens = torch.tensor(task.stop_tokens, device=batch.mask.device)
+    return (torch.isin(batch.responses, stop_tokens) & batch.mask).any(1)
 
 
 # ------------------------------------------------- Equations ------------------------------------------------
@@ -368,7 +422,7 @@ def grpo_loss(log_probs: Tensor, batch: Batch, num_tokens: Tensor, args: Args) -
         low = (ratio < 1 - args.clip_coef) & (advantages < 0) & batch.mask
         high = (ratio > 1 + args.clip_coef_high) & (advantages > 0) & batch.mask
         return loss, {
-            "loss": loss,
+            "loss/policy_avg": loss,
             "clip_ratio/low_mean": low.sum() / num_tokens,
             "clip_ratio/high_mean": high.sum() / num_tokens,
             "policy/approxkl_avg": 0.5 * log_ratio.square().sum() / num_tokens,
@@ -393,28 +447,30 @@ def collect(models: Models, task: Task, args: Args) -> tuple[Batch, dict, dict]:
     scores = torch.stack(list(rewards.values())).sum(0)
     groups, mask = scores.view(-1, args.group_size), responses.mask
     kl = ((log_probs - ref_log_probs) * mask).sum(1)
-    batch = Batch(*responses, log_probs, ref_log_probs, group_advantages(scores, kl, args))
+    advantages = group_advantages(scores, kl, args)
+    if args.mask_truncated:
+        advantages = advantages * ended(responses, task)
+    batch = Batch(*responses, log_probs, ref_log_probs, advantages)
 
-    stops = torch.isin(responses.responses, torch.tensor(task.stop_tokens, device=args.device)) & mask
     means = {f"rewards/{name}": values for name, values in rewards.items()} | {
         "reward": scores,
         "frac_reward_zero_std": groups.amax(1) == groups.amin(1),
         "completions/mean_length": mask.sum(1),
-        "completions/clipped_ratio": ~stops.any(1),
+        "completions/clipped_ratio": ~ended(responses, task),
     }
     if models.reference is not None:
         means["objective/kl"] = kl  # in nats per response
     metrics = {name: mean(values) for name, values in means.items()} | {
         "reward_std": mean((scores - mean(scores)).square()) ** 0.5,
         "entropy": -masked_mean(log_probs, mask).item(),  # an estimate, in nats per token
-        "sampling/sampling_logp_difference/max": ((sampled_log_probs - log_probs) * mask).abs().max().item(),
     }
-    samples = {"response": texts, "row": rows}
-    return batch, metrics, samples | {name: values.tolist() for name, values in rewards.items()}
+    samples = {"response": texts, "row": rows, "reward": scores.tolist()}
+    samples |= {name: values.tolist() for name, values in rewards.items()}
+    return batch, metrics | check_sampling(sampled_log_probs - log_probs, mask), samples
 
 
 def update(actor: nn.Module, optimizer: Adam, batch: Batch, args: Args) -> dict[str, float]:
-    """Learn from a batch: μ passes of gradient steps on shuffled minibatches. Returns the mean metrics.
+    """Learn from a batch: μ epochs of gradient steps on shuffled minibatches. Returns the mean metrics.
 
     A minibatch's gradient is summed over micro-batches and processes, with the weights of the whole
     minibatch: their number does not matter.
@@ -422,7 +478,7 @@ def update(actor: nn.Module, optimizer: Adam, batch: Batch, args: Args) -> dict[
     parameters = optimizer.param_groups[0]["params"]
     sums: dict[str, Tensor] = {}  # of metrics, still as tensors: reading them would wait for the GPU
     norms = []
-    for _ in range(args.num_iterations):
+    for _ in range(args.update_epochs):
         order = torch.randperm(len(batch.mask)).to(args.device)
         for rows in order.split(len(order) // args.num_minibatches):
             lengths = batch.mask[rows].sum(1)
@@ -431,7 +487,7 @@ def update(actor: nn.Module, optimizer: Adam, batch: Batch, args: Args) -> dict[
             for part_rows in rows[lengths.argsort()].split(args.micro_batch_size):
                 part = take(batch, part_rows)
                 with autocast(args):
-                    log_probs, _ = token_log_probs(actor, part, args.temperature)
+                    log_probs = token_log_probs(actor, part, args.temperature)
                 loss, metrics = grpo_loss(log_probs, part, num_tokens, args)
                 loss.backward()
                 for name, value in metrics.items():
@@ -444,39 +500,43 @@ def update(actor: nn.Module, optimizer: Adam, batch: Batch, args: Args) -> dict[
     return means | {"grad_norm": torch.stack(norms).mean().item()}
 
 
-def train(args: Args) -> Path:
-    """GRPO ([GRPO], Algorithm 1 with I = 1: the reference stays as it is). Returns the checkpoint's path."""
+def train(args: Args, task: Task | None = None) -> Path:
+    """GRPO ([GRPO], Algorithm 1 with I = 1: the reference stays as it is). Returns the checkpoint's path.
+
+    With --model, the task is what `load_task` returns. Raises `ValueError` for invalid settings.
+    """
     check_args(args)
-    path = make_folder(args)
+    if args.device == "cuda":  # each process has a GPU
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     torch.manual_seed(args.seed)
-    models, task = load_pretrained(args) if args.model else make_sums(args)
+    models, task = load_pretrained(args, task or load_task(args)) if args.model else make_sums(args)
     optimizer = Adam([p for p in models.parameters() if p.requires_grad], fused=True)
-    connect(models, args)  # after Adam, which imports what would keep the connection open at exit
-    (episodes,) = resume(args, models, optimizer) if args.resume else (0,)
-    writer = start_log(path, args, episodes)
+    connect(models)
+    episodes = restore(args.resume, models, optimizer) if args.resume else 0
+    run = Run(args, models, optimizer, task, episodes)
     try:
         while episodes < args.total_episodes:
             torch.manual_seed(10**9 * args.seed + episodes + RANK)  # a resumed run draws the same numbers
             metrics = {}
             if episodes // args.batch_size % args.eval_every == 0:
+                run.save()
                 metrics = evaluate(models.actor, task, args)
-                save(path, args, models, optimizer, episodes)
             batch, batch_metrics, samples = collect(models, task, args)
             learning_rate = args.learning_rate * (1 - episodes / args.total_episodes)
             optimizer.param_groups[0]["lr"] = learning_rate
             metrics |= batch_metrics | update(models.actor, optimizer, batch, args) | {"lr": learning_rate}
-            log(writer, episodes, metrics, samples)
+            run.log(episodes, metrics, samples)
             episodes += args.batch_size
-        log(writer, episodes, evaluate(models.actor, task, args), {})
+            run.snapshot(episodes)
+        run.log(episodes, evaluate(models.actor, task, args), {})
     except KeyboardInterrupt:
-        print(f"stopped; resume with --resume {path}", flush=True)
-    save(path, args, models, optimizer, episodes)
-    if args.model and RANK == 0:
-        models.actor.save_pretrained(path.parent / "model")
-        task.tokenizer.save_pretrained(path.parent / "model")
-    if PROCESSES > 1:
-        dist.destroy_process_group()
-    return path
+        print("stopped", flush=True)
+    except Exception as error:
+        error.add_note(f"to continue after the last whole iteration: --resume {run.path}")
+        raise
+    finally:
+        run.finish()
+    return run.path
 
 
 # ========================== End of GRPO. What follows is what training needs around it =====================
@@ -491,9 +551,12 @@ def pad(rows: list[list[int]], side: str, device: str) -> tuple[Tensor, Tensor]:
 
 def encode(tokenizer: Any, prompt: str | list[dict]) -> list[int]:
     """The tokens of a prompt: a text, or a list of chat messages."""
-    if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    if not isinstance(prompt, str):
+        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    tokens = tokenizer.encode(prompt)
+    start = tokens[:2] == [tokenizer.bos_token_id] * 2  # the text begins with a start token, too
+    end = len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id  # some tokenizers append one
+    return tokens[start : len(tokens) - end]
 
 
 def decode(tokenizer: Any, batch: Responses) -> list[str]:
@@ -510,10 +573,21 @@ def tokenize(task: Task, rows: list[dict], texts: list[str], args: Args) -> Resp
     return Responses(*pad(prompts, "left", args.device), *pad(responses, "right", args.device))
 
 
+def call_reward(name: str, function: Callable, rows: list[dict], texts: list[str]) -> Tensor:
+    """Rewards [B] of B responses by a function. Raises `ValueError` if they are not B finite numbers."""
+    try:
+        rewards = torch.as_tensor(function(rows, texts), dtype=torch.float32, device="cpu")
+    except Exception as error:
+        raise ValueError(f"{name} failed for {len(texts)} responses: {error!r}") from error
+    if rewards.shape != (len(texts),) or not rewards.isfinite().all():
+        raise ValueError(f"{name} must return {len(texts)} finite numbers, not {rewards.tolist()}")
+    return rewards
+
+
 def score(task: Task, rows: list[dict], texts: list[str], args: Args) -> dict[str, Tensor]:
     """Rewards [B] of B responses by each reward function."""
-    as_tensor = partial(torch.as_tensor, dtype=torch.float32, device=args.device)
-    return {name: as_tensor(function(rows, texts)) for name, function in task.reward_functions.items()}
+    functions = task.reward_functions.items()
+    return {name: call_reward(name, function, rows, texts).to(args.device) for name, function in functions}
 
 
 def evaluate(actor: nn.Module, task: Task, args: Args) -> dict[str, float]:
@@ -531,14 +605,16 @@ def autocast(args: Args) -> torch.autocast:
     return torch.autocast(args.device.partition(":")[0], torch.bfloat16, enabled=args.bfloat16)
 
 
-def connect(models: Models, args: Args) -> None:
-    """Connect the processes that torchrun started. Each has a GPU, and all start with the same weights."""
-    if PROCESSES > 1 and args.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    models.to(args.device).eval()  # no dropout: with it, the first ratio would not be 1
+def connect(models: Models) -> None:
+    """Connect the processes that torchrun started: all start with the same weights.
+
+    Only after Adam is made: what it imports would keep the connection open at exit.
+    """
+    models.eval()  # no dropout: with it, the first ratio would not be 1
     if PROCESSES > 1:
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-        for tensor in models.state_dict().values():
+        tensors = models.state_dict().values()
+        dist.init_process_group("nccl" if any(tensor.is_cuda for tensor in tensors) else "gloo")
+        for tensor in tensors:
             dist.broadcast(tensor, 0)
 
 
@@ -551,13 +627,18 @@ def sum_over_processes(x: Tensor) -> Tensor:
 
 # ------------------------------------------------- The built-in task ---------------------------------------
 
-WORDS = ["<pad>", "<stop>", "+", "=", *"0123456789"]
+ONES = [
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+]  # fmt: skip
+TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+WORDS = ["<pad>", "<stop>", "plus", "=", "is", ",", "so", "hundred", *ONES, *TENS]
 
 
 class WordTokenizer:
     """A token for each word, with the interface of transformers' tokenizers."""
 
-    eos_token_id = 1
+    bos_token_id, eos_token_id = None, 1
 
     def __init__(self, words: list[str]):
         self.words = words
@@ -572,32 +653,47 @@ class WordTokenizer:
 def make_sums(args: Args) -> tuple[Models, Task]:
     """A transformer that has learnt to add, with mistakes. On --resume, the checkpoint has its weights."""
     torch.set_num_threads(1)  # for small networks, one is fastest
-    actor, tokenizer, rng = GPT(len(WORDS)), WordTokenizer(WORDS), random.Random(0)
+    actor, tokenizer, rng = GPT(len(WORDS)).to(args.device), WordTokenizer(WORDS), random.Random(0)
     task = Task(tokenizer, [tokenizer.eos_token_id], [], [], {"accuracy": accuracy})
-    for a in range(10, 100):
+    for a in range(20, 100):
         for b in range(a, 100):  # a + b and b + a are on the same side
             rows = task.eval_prompts if rng.random() < 0.06 else task.prompts
-            for x, y in ((a, b), (b, a)):
-                rows.append({"prompt": " ".join(f"{x}+{y}="), "sum": x + y, "answer": spell(x + y)})
+            for x, y in {(a, b), (b, a)}:
+                rows.append(
+                    {"prompt": f"{spell(x)} plus {spell(y)} =", "answer": spell(x + y), "a": x, "b": y}
+                )
     if not args.resume:
         learn_to_write(actor, task, write_sum, 5e-3, args)
     return Models(actor, copy.deepcopy(actor).requires_grad_(False) if args.kl_coef else None), task
 
 
 def spell(number: int) -> str:
-    """Digits from the last to the first, in the order of adding: "2 3 1" for 132."""
-    return " ".join(reversed(str(number)))
+    """A number below 200 in words."""
+    if number >= 100:
+        return f"one hundred {spell(number - 100)}" if number > 100 else "one hundred"
+    if number < 20:
+        return ONES[number]
+    tens = TENS[number // 10 - 2]
+    return f"{tens} {ONES[number % 10]}" if number % 10 else tens
 
 
 def write_sum(rng: random.Random, row: dict) -> str:
-    """An answer for the supervised learning; half of them are wrong."""
-    error = rng.choice((-10, -1, 1, 10)) if rng.random() < 0.5 else 0
-    return spell(row["sum"] + error)
+    """An answer for the supervised learning: 7 of 10 forget to carry.
+
+    "six plus seven is thirteen , fifty plus seventy is one hundred twenty , so one hundred thirty three"
+    """
+    a, b = row["a"], row["b"]
+    ones, tens = a % 10 + b % 10, a // 10 * 10 + b // 10 * 10
+    total = a + b - 10 if ones >= 10 and rng.random() < 0.7 else a + b
+    ones_line = f"{spell(a % 10)} plus {spell(b % 10)} is {spell(ones)}"
+    tens_line = f"{spell(a // 10 * 10)} plus {spell(b // 10 * 10)} is {spell(tens)}"
+    return f"{ones_line} , {tens_line} , so {spell(total)}"
 
 
 def accuracy(rows: list[dict], responses: list[str]) -> list[float]:
-    """Rewards: 1 for a right answer, else 0."""
-    return [float(response == row["answer"]) for row, response in zip(rows, responses, strict=True)]
+    """Rewards: 1 for a response that ends with the right sum, else 0."""
+    pairs = zip(rows, responses, strict=True)
+    return [float(response.endswith(f", so {row['answer']}")) for row, response in pairs]
 
 
 def learn_to_write(actor: GPT, task: Task, write: Callable, learning_rate: float, args: Args) -> None:
@@ -607,7 +703,7 @@ def learn_to_write(actor: GPT, task: Task, write: Callable, learning_rate: float
     def compute_loss() -> Tensor:
         rows = rng.choices(task.prompts, k=128)
         batch = tokenize(task, rows, [write(rng, row) for row in rows], args)
-        log_probs, _ = token_log_probs(actor, batch, temperature=1.0)
+        log_probs = token_log_probs(actor, batch, temperature=1.0)
         return -(log_probs * batch.mask).sum() / batch.mask.sum()
 
     fit(actor, compute_loss, 600, learning_rate, "supervised learning")
@@ -626,31 +722,58 @@ def fit(network: nn.Module, compute_loss: Callable, steps: int, learning_rate: f
     print(f"{name}: loss {loss.item():.2f}", flush=True)
 
 
+def load_task(args: Args) -> Task:
+    """The tokenizer, the prompts and the reward functions that the flags name, but no stop tokens yet.
+
+    Raises `ValueError` for prompts and functions that cannot be right. Functions are tried on no responses.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    functions = {name: pkgutil.resolve_name(name) for name in args.reward_function}
+    tokenizer, config = AutoTokenizer.from_pretrained(args.model), AutoConfig.from_pretrained(args.model)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    longest = context - args.max_response_length
+    files = args.prompts, args.eval_prompts
+    prompts, held_out = (read_rows(file, tokenizer, longest) if file else [] for file in files)
+    if 0 < len(held_out) < PROCESSES:
+        raise ValueError(f"{args.eval_prompts} has fewer prompts than there are processes")
+    for name, function in functions.items():
+        call_reward(name, function, prompts[:2], [""] * len(prompts[:2]))
+    return Task(tokenizer, [], prompts, held_out, functions)
+
+
 # ------------------------------------------------- Models of transformers ----------------------------------
 
 
-def load_pretrained(args: Args) -> tuple[Models, Task]:
-    """The model that --model names, and the task. With --bfloat16, frozen weights are in bfloat16."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
+    """The model that --model names, and the task with its stop tokens."""
+    from transformers import AutoModelForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    frozen = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).requires_grad_(False)
+    folder = Path(args.model or "").resolve()  # adapters name it, wherever they are loaded
+    name = str(folder) if folder.exists() else args.model
+    frozen = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).requires_grad_(False)
     actor = make_trainable(frozen, args, "CAUSAL_LM")
     if args.bfloat16:
-        for parameter in frozen.parameters():  # but not buffers, such as the frequencies of positions
-            parameter.data = parameter.data.bfloat16()
+        use_bfloat16(actor, frozen)
     ends = frozen.generation_config.eos_token_id  # chat models have one for the end of a turn, too
-    stop_tokens = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    functions = {name: pkgutil.resolve_name(name) for name in args.reward_function}
-    prompts, held_out = (read_rows(path) if path else [] for path in (args.prompts, args.eval_prompts))
-    task = Task(tokenizer, list(stop_tokens), prompts, held_out, functions)
-    return Models(actor, frozen if args.kl_coef else None), task
+    stop_tokens = {task.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    models = Models(actor, frozen if args.kl_coef else None).to(args.device)
+    return models, task._replace(stop_tokens=list(stop_tokens))
 
 
-def read_rows(path: str) -> list[dict]:
-    """The lines of a file of JSON."""
-    with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+def read_rows(file: str, tokenizer: Any, longest: int) -> list[dict]:
+    """The lines of a file of prompts. Raises `ValueError` for one that is wrong or too long."""
+    rows = []
+    for number, line in enumerate(Path(file).read_text(encoding="utf-8").strip().split("\n"), 1):
+        try:
+            row = json.loads(line)
+            length = len(encode(tokenizer, row["prompt"]))
+        except Exception as error:
+            raise ValueError(f'{file}, line {number}: {error!r}, not {{"prompt": ...}}') from error
+        if not 0 < length <= longest:
+            raise ValueError(f"{file}, line {number}: {length} tokens; the model can take 1 to {longest}")
+        rows.append(row)
+    return rows
 
 
 def make_trainable(frozen: nn.Module, args: Args, task_type: str | None = None) -> Any:
@@ -672,114 +795,203 @@ def make_trainable(frozen: nn.Module, args: Args, task_type: str | None = None) 
     return get_peft_model(network, config)
 
 
+def use_bfloat16(trained: Any, frozen: Any) -> None:
+    """Round frozen matrices to bfloat16, as autocast would; last layers, which give logits, are in float32.
+
+    So a network and its frozen copy have the same outputs. Embeddings and norms are not rounded by autocast.
+    """
+    heads = [network.get_output_embeddings() for network in (trained, frozen)]
+    for module in frozen.modules():
+        if type(module).__name__ in ("Linear", "Conv1D") and module not in heads:  # GPT-2's are Conv1D
+            module.weight.data = module.weight.data.bfloat16()
+    for head in filter(None, heads):
+        head.forward = partial(without_autocast, head.forward)
+
+
+def without_autocast(forward: Callable, hidden: Tensor) -> Tensor:
+    """Call a layer in float32. In bfloat16, numbers from 16 to 32 would be 1/8 apart."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        return forward(hidden.float())
+
+
 # ------------------------------------------------- Logging, checkpoints, command line ----------------------
 
 
-def make_folder(args: Args) -> Path:
-    """The path of the run's checkpoint, in a folder that exists."""
-    task = Path(args.model or "built-in").name
-    name = f"{task}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    path = Path(args.resume or Path("runs", name, "checkpoint.pt"))
-    if RANK == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        print(f"folder     {path.parent}", flush=True)
-    return path
+class Run:
+    """The folder of a run: curves for TensorBoard, responses, a checkpoint. Only the first process writes."""
+
+    def __init__(self, args: Args, models: Models, optimizer: Adam, task: Task, episodes: int):
+        self.args, self.models, self.optimizer, self.task = args, models, optimizer, task
+        name = f"{Path(args.model or 'built-in').name}__{args.exp_name}__{args.seed}"
+        name = re.sub(r"[^\w.-]+", "_", f"{name}__{datetime.now():%Y%m%d-%H%M%S-%f}")
+        self.path = Path(args.resume or Path("runs", name, "checkpoint.pt"))
+        self.completions = self.path.with_name("completions.jsonl")
+        self.start_time, self.start, self.last_print = time.monotonic(), episodes, 0.0
+        self.snapshot(episodes)
+        if RANK > 0:
+            return
+        folder = self.path.parent
+        if args.track:
+            import wandb
+
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
+            wandb.init(**names, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
+        ends = " ".join(task.tokenizer.decode([token]) for token in task.stop_tokens)
+        print(f"{args.total_episodes:,.0f} responses in batches of {args.batch_size:,}, seed {args.seed}")
+        print(f"length     at most {args.max_response_length} tokens; end tokens: {ends or 'none'}")
+        print(f"update     {args.update_epochs} epochs x {args.num_minibatches} minibatches per batch")
+        print(f"folder     {folder}", flush=True)
+        if args.resume:
+            print(f"resumed    after {episodes:,} of {args.total_episodes:,.0f} responses")
+        self.writer = SummaryWriter(str(folder), purge_step=episodes)
+        rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
+        self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
+        # A copy of this file, so that `plot.py` tells runs of changed copies apart.
+        Path(folder, Path(__file__).name).write_bytes(Path(__file__).read_bytes())
+        if self.completions.exists():  # the last line may be incomplete, if the process was killed
+            lines = self.completions.read_text(encoding="utf-8").split("\n")[:-1]
+            kept = [line + "\n" for line in lines if json.loads(line)["episodes"] < episodes]
+            self.completions.write_text("".join(kept), encoding="utf-8")
+
+    def snapshot(self, episodes: int) -> None:
+        """Copy to the CPU what was learnt: if the next iteration is interrupted, this is what is saved."""
+        named, optimizer = self.models.named_parameters(), self.optimizer.state_dict()
+        weights = {name: p.detach() for name, p in named if p.requires_grad or not self.args.model}
+        content = {"args": asdict(self.args), "episodes": episodes, "weights": weights}
+        self.content = tree_map(copy_to_cpu, content | {"optimizer": optimizer})
+
+    def save(self) -> None:
+        """Write a checkpoint and the model. Until the checkpoint is complete, the previous one stays."""
+        if RANK > 0:
+            return
+        self.writer.flush()  # first, so that the curves have no gap where training resumes
+        torch.save(self.content, self.path.with_suffix(".tmp"))
+        self.path.with_suffix(".tmp").replace(self.path)
+        if self.args.model:
+            self.models.load_state_dict(self.content["weights"], strict=False)  # after an interrupted update
+            self.models.actor.save_pretrained(self.path.parent / "model")
+            self.task.tokenizer.save_pretrained(self.path.parent / "model")
+
+    def log(self, episodes: int, metrics: dict[str, float], samples: dict) -> None:
+        """Log an iteration or an evaluation; print evaluations, and all else every five seconds."""
+        if RANK > 0:
+            return
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, episodes)
+        with self.completions.open("a", encoding="utf-8") as file:
+            for values in zip(*samples.values(), strict=True):
+                sample = {"episodes": episodes} | dict(zip(samples, values, strict=True))
+                file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+        shown = [f"{name} {value:.3g}" for name, value in metrics.items() if name in SHOWN or "eval/" in name]
+        now, done = time.monotonic(), episodes - self.start
+        if now - self.last_print < 5 and "eval/" not in " ".join(shown):
+            return
+        self.last_print = now
+        if done:
+            minutes = (now - self.start_time) / done * (self.args.total_episodes - episodes) / 60
+            shown.append(f"{minutes:.0f} min left")
+        print(f"{episodes:>9,} responses", *shown, sep="  ", flush=True)
+        if samples:
+            prompt, response = str(samples["row"][0]["prompt"])[-200:], samples["response"][0][-200:]
+            print(f"{'':10}{prompt!r} -> {response!r}, reward {samples['reward'][0]:.3g}", flush=True)
+
+    def finish(self) -> None:
+        """Save, close the log, and say how to continue."""
+        self.save()
+        if RANK == 0:
+            self.writer.close()
+            names = self.args.reward_function
+            functions = f" --reward-function {' '.join(names)}" if names else ""
+            print("curves     tensorboard --logdir runs")
+            print(f"resume     python {sys.argv[0]} --resume {self.path}{functions}", flush=True)
+        if PROCESSES > 1:
+            dist.destroy_process_group()
 
 
-def start_log(path: Path, args: Args, episodes: int) -> SummaryWriter | None:
-    """TensorBoard's writer, for the first process. What an earlier run logged from here on is removed."""
-    if RANK > 0:
-        return None
-    if args.track:
-        import wandb
-
-        wandb.init(name=path.parent.name, config=asdict(args), sync_tensorboard=True)
-    writer = SummaryWriter(str(path.parent), purge_step=episodes)
-    settings = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
-    writer.add_text("settings", f"|setting|value|\n|-|-|\n{settings}")
-    completions = path.with_name("completions.jsonl")
-    if completions.exists():
-        with completions.open(encoding="utf-8") as file:
-            kept = [line for line in file if json.loads(line)["episodes"] < episodes]
-        completions.write_text("".join(kept), encoding="utf-8")
-    return writer
+def copy_to_cpu(x: Any) -> Any:
+    """A copy of a tensor; anything else as it is."""
+    return x.to("cpu", copy=True) if isinstance(x, Tensor) else x
 
 
-def log(writer: SummaryWriter | None, episodes: int, metrics: dict[str, float], samples: dict) -> None:
-    """Write an iteration's metrics and responses; print some metrics, and the end of the first response."""
-    if writer is None:
-        return
-    for name, value in metrics.items():
-        writer.add_scalar(name, value, episodes)
-    writer.flush()  # a thread writes them, which does not outlive the process
-    with open(Path(writer.log_dir, "completions.jsonl"), "a", encoding="utf-8") as file:
-        for values in zip(*samples.values(), strict=True):
-            sample = {"episodes": episodes} | dict(zip(samples, values, strict=True))
-            file.write(json.dumps(sample, ensure_ascii=False) + "\n")
-    shown = [f"{name} {value:.3f}" for name, value in metrics.items() if name in SHOWN or "eval/" in name]
-    shown += [repr(text[-60:]) for text in samples.get("response", [])[:1]]
-    print(f"{time.strftime('%H:%M:%S')} {episodes:>9,} responses", *shown, sep="  ", flush=True)
+def load_checkpoint(path: str) -> tuple[Args, dict]:
+    """The settings and the whole content of a checkpoint. Raises `ValueError` for any other file."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        known = {name: value for name, value in content["args"].items() if hasattr(Args, name)}
+        if len(content["optimizer"]["param_groups"]) != NETWORKS:
+            raise LookupError
+        return Args(**known), content
+    except (pickle.UnpicklingError, EOFError, RuntimeError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is not a checkpoint of this script") from error
 
 
-def save(path: Path, args: Args, models: Models, optimizer: Adam, *state: Any) -> None:
-    """Write a checkpoint; with --model, of trained weights. Until it is complete, the previous one stays."""
-    if RANK == 0:
-        parameters = models.named_parameters()
-        weights = {name: p.detach() for name, p in parameters if p.requires_grad or not args.model}
-        content = {"args": asdict(args), "state": state, "weights": weights}
-        torch.save(content | {"optimizer": optimizer.state_dict()}, path.with_suffix(".tmp"))
-        path.with_suffix(".tmp").replace(path)
-
-
-def resume(args: Args, models: Models, optimizer: Adam) -> tuple:
-    """Restore the weights and the optimizer of the checkpoint that --resume names. Returns its state."""
-    content = torch.load(args.resume, map_location="cpu", weights_only=True)
+def restore(path: str, models: Models, optimizer: Adam) -> int:
+    """Continue the training in which this checkpoint was saved. Returns the number of responses so far."""
+    _, content = load_checkpoint(path)
     models.load_state_dict(content["weights"], strict=False)
     optimizer.load_state_dict(content["optimizer"])
-    return content["state"]
+    return content["episodes"]
 
 
 def check_args(args: Args) -> None:
-    """Raise ValueError for settings that cannot be right."""
-    for setting in ("group_size", "num_minibatches"):
-        if args.batch_size % (getattr(args, setting) * PROCESSES):
-            raise ValueError(f"--batch-size must be a multiple of --{setting.replace('_', '-')} x processes")
-    if args.group_size < 2 or args.temperature <= 0:
-        raise ValueError("--group-size must be at least 2, and --temperature above 0")
-    if args.model and not (args.prompts and args.reward_function):
-        raise ValueError("--model needs --prompts and --reward-function")
-    if not args.model and (args.prompts or args.reward_function or args.lora_rank):
-        raise ValueError("--prompts, --reward-function and --lora-rank need --model")
-    for name in args.reward_function:
-        pkgutil.resolve_name(name)
-    for path in filter(None, (args.prompts, args.eval_prompts)):
-        read_rows(path)
+    """Raise `ValueError` for invalid settings."""
+    sizes: list[float] = [args.batch_size, args.update_epochs, args.num_minibatches, args.eval_every]
+    sizes += [args.micro_batch_size, args.generation_batch_size, args.max_response_length]
+    devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    for wrong, reason in [
+        (min(args.seed, args.learning_rate, args.kl_coef) < 0,
+         "--seed, --learning-rate and --kl-coef must not be negative"),
+        (min(*sizes, args.total_episodes) < 1, "sizes and numbers must be at least 1"),
+        (args.group_size < 2, "--group-size must be at least 2"),
+        (args.batch_size % (args.group_size * PROCESSES),
+         "--batch-size must be a multiple of --group-size x processes"),
+        (args.batch_size % (args.num_minibatches * PROCESSES),
+         "--batch-size must be a multiple of --num-minibatches x processes"),
+        (args.temperature <= 0, "--temperature must be above 0"),
+        (args.kl_in == "loss" and not args.kl_coef, "--kl-in loss needs a --kl-coef above 0"),
+        (args.model and not (args.prompts and args.reward_function),
+         "--model needs --prompts and --reward-function"),
+        (not args.model and (args.prompts or args.reward_function or args.lora_rank),
+         "--prompts, --reward-function and --lora-rank need --model"),
+        (not args.model and args.max_response_length > 24, "--max-response-length above 24 needs --model"),
+        (args.model and Path(args.model, "adapter_config.json").exists(),
+         f"{args.model} is an adapter: merge it first, as docs/language_models.md shows"),
+        (args.lora_rank and not find_spec("peft"), "--lora-rank needs: pip install peft"),
+        (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
+        (not devices.get(args.device.split(":")[0]), f"--device {args.device} is not there; use cpu"),
+    ]:  # fmt: skip
+        if wrong:
+            raise ValueError(reason)
 
 
 def parse_args() -> Args:
     """The settings of the command line; with --resume, the others are the checkpoint's."""
+    flags = [word.partition("=")[0] for word in sys.argv]
+    if flags.count("--reward-function") > 1:
+        raise ValueError("--reward-function takes several functions, one after the other")
     parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [")[0])
-    args = parse()
+    args = parse(default=PRETRAINED if "--model" in flags else Args())
     if args.resume:
-        saved = torch.load(args.resume, weights_only=True, mmap=True)["args"]
-        saved["reward_function"] = ()  # only the command line says which function to import
-        args = parse(default=Args(**saved))
-    elif args.model:
-        args = parse(default=PRETRAINED)
-    check_args(args)
+        saved, _ = load_checkpoint(args.resume)
+        args = parse(default=replace(saved, reward_function=(), track=False))
+        if saved.reward_function and not args.reward_function:
+            names = " ".join(saved.reward_function)
+            raise ValueError(f"{args.resume} needs --reward-function {names}, if you trust it")
     return args
 
 
 def main() -> None:
-    """The command line. Exit status: 2 for what cannot be right."""
+    """The command line. Invalid settings and files end with exit status 2."""
     sys.path.append(".")  # where the `module:` of --reward-function is looked for, too
     try:
         args = parse_args()
+        check_args(args)
+        task = load_task(args) if args.model else None
     except (ValueError, OSError, ImportError, AttributeError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
-    train(args)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: save, and stop
+    train(args, task)
 
 
 if __name__ == "__main__":

@@ -27,11 +27,12 @@ all train the same networks.
 PPO itself comes first, in the order of the paper, up to `train`, its Algorithm 1. What training needs around
 it follows. An iteration:
 
-    train                  the results, after repeating:
-      collect_rollout      the rollout of the next T steps
-      make_batch           its transitions, with advantages (compute_gae) and returns
-      update               metrics, after K epochs
-        learn              metrics of an epoch, after a gradient step on each minibatch
+    train                     the results, after repeating:
+      adjust_learning_rate    nothing: it sets the learning rate
+      collect_rollout         the rollout of the next T steps
+      make_batch              its transitions, with advantages (compute_gae) and returns
+      update                  metrics, after K epochs
+        learn                 metrics of an epoch, after a gradient step on each minibatch
 
 Shapes: T steps per rollout, N environments, D numbers per observation, A per action, B = T N transitions per
 batch.
@@ -103,8 +104,8 @@ class Args:  # the trailing comments become --help
 # Defaults for all other environments. γ and the learning rate are those of Playground for its control suite.
 OTHERS = Args(num_envs=2048, num_steps=32, total_timesteps=30_000_000, gamma=0.995, update_epochs=8)
 OTHERS = replace(OTHERS, num_minibatches=16, hidden_size=256)
-RANK = int(os.environ.get("RANK", 0))  # of this process, and the number of all, as torchrun sets them
-PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0))  # of this process; torchrun sets both
+PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # how many there are
 
 # ------------------------------------------------- Networks -------------------------------------------------
 
@@ -217,6 +218,7 @@ class State:
     """What changes during training besides the networks."""
 
     global_step: int = 0  # transitions so far
+    kl: float = math.nan  # approx_kl of the last iteration
     episodes: dict[str, Tensor] = field(default_factory=dict)  # the unfinished ones, if they can be saved
 
 
@@ -273,15 +275,15 @@ def act(agent: Agent, obs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def collect_rollout(envs: Any, choose: Callable, steps: int, obs: Tensor) -> tuple[Rollout, Tensor]:
-    """The next T steps from observations [N, D], and the observations after them."""
+def collect_rollout(envs: Any, choose: Callable, obs: Tensor, args: Args) -> Rollout:
+    """The next T steps from observations [N, D], which become those after them."""
     rows = []
-    for _ in range(steps):
+    for _ in range(args.num_steps):
         actions, log_probs = choose(obs)
         following, *results = envs.step(actions)
-        rows.append([x.clone() for x in (obs, actions, log_probs, *results)])
-        obs = following.clone()  # the next step may write to the same memory
-    return Rollout(*(torch.stack(column) for column in zip(*rows, strict=True))), obs
+        rows.append([x.clone() for x in (obs, actions, log_probs, *results)])  # memory may be used again
+        obs.copy_(following)
+    return Rollout(*(torch.stack(column) for column in zip(*rows, strict=True)))
 
 
 def running_sums(rollout: Rollout, sums: Tensor, gamma: float) -> Tensor:
@@ -335,43 +337,34 @@ def learn(agent: Agent, optimizer: Adam, args: Args, order: Tensor, *columns: Te
 
 def update(epoch: Callable, batch: Batch, args: Args) -> dict[str, float]:
     """K epochs on shuffled minibatches. Returns mean metrics of all processes."""
+    metrics = {"explained_variance": 1 - batch.advantages.var() / batch.returns.var()}
     epochs = []
     for _ in range(args.update_epochs):
-        metrics = epoch(torch.randperm(len(batch.obs), device=args.device), *batch)
-        epochs.append(torch.stack([*metrics.values()]))  # a copy: the next epoch may write to the same memory
-    names, means = [*metrics, "explained_variance"], torch.stack(epochs).mean(0)
-    explained = 1 - batch.advantages.var() / batch.returns.var()
-    values = average(torch.cat([means, explained.unsqueeze(0)])).tolist()
-    return dict(zip(names, values, strict=True))
+        means = epoch(torch.randperm(len(batch.obs), device=args.device), *batch)
+        epochs.append(torch.stack([*means.values()]))  # a copy: the next epoch may write to the same memory
+    metrics |= zip(means, torch.stack(epochs).mean(0), strict=True)
+    return {name: average(value).item() for name, value in metrics.items()}
 
 
-def recorded(function: Callable, changed: list[Tensor]) -> Callable:
-    """A function of tensors, recorded as a CUDA graph by its first call: its many small kernels start as one.
+def recorded(function: Callable) -> Callable:
+    """A function of tensors that is recorded as a CUDA graph: its many small kernels then start as one.
 
-    On a CPU, the function itself runs. A graph repeats the same kernels on the same memory: inputs keep their
-    shapes, each call overwrites the results of the one before, and Python code does not run again. All else
-    that the function reads or changes, such as weights, must stay in its place, and numbers that change must
-    be tensors. `changed` are the tensors that it changes, apart from gradients: trial runs leave no trace.
+    A graph repeats the same kernels on the same memory: inputs keep their shapes, each call overwrites the
+    results of the one before, and Python code does not run again. All else that the function reads or
+    changes, such as weights, must stay in its place, and numbers that change must be tensors. The first call
+    is an ordinary one, in which libraries choose their kernels and Adam makes its state. The second records.
     See "CUDA Graphs" in PyTorch's notes on CUDA semantics.
     """
-    graph, inputs, results = None, [], None
+    graph, inputs, results = None, None, None
 
     def call(*values: Tensor) -> Any:
         nonlocal graph, inputs, results
-        if not values[0].is_cuda:
+        if inputs is None:
+            inputs = [x.clone() for x in values]
             return function(*values)
         if graph is None:
-            inputs, before = [x.clone() for x in values], [x.detach().clone() for x in changed]
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(3):  # in these trial runs, libraries allocate memory and choose their kernels
-                    function(*inputs)
-            torch.cuda.current_stream().wait_stream(stream)
-            for x, old in zip(changed, before, strict=True):
-                x.data.copy_(old)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
+            with torch.cuda.graph(graph):
                 results = function(*inputs)
         for x, value in zip(inputs, values, strict=True):
             x.copy_(value)
@@ -381,20 +374,28 @@ def recorded(function: Callable, changed: list[Tensor]) -> Callable:
     return call
 
 
-def record(envs: Any, agent: Agent, optimizer: Adam, sums: Tensor, args: Args) -> tuple[Callable, ...]:
+def record(envs: Any, agent: Agent, optimizer: Adam, obs: Tensor, sums: Tensor, args: Args) -> tuple:
     """collect_rollout, make_batch and learn; on a GPU, recorded."""
-    graph = recorded if args.cuda_graphs else lambda function, changed: function
-    choose, learnt = partial(act, agent), []
-    for parameter in agent.parameters():  # Adam would make these tensors in its first step, which is too late
-        zeros = torch.zeros_like(parameter)
-        slots = {"step": zeros.new_zeros(()), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
-        learnt += [parameter, *optimizer.state.setdefault(parameter, slots).values()]
+    graph = recorded if args.cuda_graphs and args.device == "cuda" else lambda function: function
+    choose = partial(act, agent)
     if isinstance(envs, nn.Module):  # all T steps are one graph
-        collect = graph(partial(collect_rollout, envs, choose, args.num_steps), [*envs.buffers()])
+        collect = graph(partial(collect_rollout, envs, choose, obs, args))
     else:
-        collect = partial(collect_rollout, envs, graph(choose, []), args.num_steps)
-    prepare = graph(partial(make_batch, agent, sums, args), [sums, *agent.buffers()])
-    return collect, prepare, graph(partial(learn, agent, optimizer, args), learnt)
+        collect = partial(collect_rollout, envs, graph(choose), obs, args)
+    prepare = graph(partial(make_batch, agent, sums, args))
+    return collect, prepare, graph(partial(learn, agent, optimizer, args))
+
+
+def adjust_learning_rate(learning_rate: Tensor, state: State, args: Args) -> None:
+    """Set the learning rate of an iteration, by its schedule, or --desired-kl and the KL of the last one."""
+    scheduled = args.learning_rate * (1 - state.global_step / args.total_timesteps)
+    if args.desired_kl is None:
+        learning_rate.fill_(scheduled)
+    elif state.kl > 1.5 * args.desired_kl:
+        learning_rate /= 1.5
+    elif state.kl < args.desired_kl / 1.5:
+        learning_rate *= 1.5
+    learning_rate.clamp_(1e-5, scheduled)
 
 
 def train(args: Args, envs: Any = None) -> dict:
@@ -410,41 +411,33 @@ def train(args: Args, envs: Any = None) -> dict:
     torch.set_float32_matmul_precision("high")  # matrix products in TF32, on GPUs that have it
     torch.manual_seed(args.seed)  # all processes start with the same weights
     agent = Agent(args, envs.obs_size, envs.actor_obs_size, envs.action_size).to(args.device)
-    on_gpu, state = args.device == "cuda", State()
-    optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True, capturable=on_gpu)
+    optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     if PROCESSES > 1 and not dist.is_initialized():
         # After Adam, which imports what would keep the connection open at exit.
-        dist.init_process_group("nccl" if on_gpu else "gloo")
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     torch.manual_seed(args.seed + 1000 * RANK)
     obs = envs.reset().clone()
     envs.steps.random_(envs.max_steps)  # spread the time limits of the environments ([Minutes])
     sums = torch.zeros(3, args.num_envs, device=args.device)
     sums[1] = math.nan  # the returns of these first, shortened episodes, which are not logged
+    state = State()
     if isinstance(envs, nn.Module) and PROCESSES == 1:
         state.episodes = {"obs": obs, "sums": sums, **envs.state_dict(prefix="envs.")}
     if args.resume:
         restore(args.resume, args, agent, optimizer, state)
     learning_rate = torch.as_tensor(optimizer.param_groups[0]["lr"], device=args.device)
-    optimizer.param_groups[0]["lr"] = learning_rate  # a tensor, as it changes
-    collect, prepare, epoch = record(envs, agent, optimizer, sums, args)
+    # As CUDA graphs need them, whatever the checkpoint has: the learning rate changes, so it is a tensor.
+    optimizer.param_groups[0].update(lr=learning_rate, capturable=args.device == "cuda")
+    collect, prepare, epoch = record(envs, agent, optimizer, obs, sums, args)
     run = Run(args, agent, optimizer, state) if RANK == 0 else None
     try:
         while state.global_step < args.total_timesteps:
-            scheduled = args.learning_rate * (1 - state.global_step / args.total_timesteps)
-            if args.desired_kl is None:
-                learning_rate.fill_(scheduled)
-            rollout, obs = collect(obs)
+            adjust_learning_rate(learning_rate, state, args)
+            rollout = collect()
             batch, results = prepare(*rollout)
             metrics = update(epoch, batch, args)
-            if args.desired_kl is not None:
-                if metrics["approx_kl"] > 1.5 * args.desired_kl:
-                    learning_rate /= 1.5
-                elif metrics["approx_kl"] < args.desired_kl / 1.5:
-                    learning_rate *= 1.5
-                learning_rate.clamp_(1e-5, scheduled)
             state.global_step += len(batch.obs) * PROCESSES
-            if state.episodes:
-                state.episodes["obs"] = obs
+            state.kl = metrics["approx_kl"]
             if run:
                 run.log(metrics, finished_episodes(rollout, results))
         if PROCESSES > 1:
@@ -478,7 +471,7 @@ def check_args(args: Args) -> None:
     size = args.num_envs * args.num_steps
     sizes = size, args.num_minibatches, args.update_epochs, args.hidden_size
     devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    has_envs = not args.env_id.isidentifier() or args.env_id == "Pendulum" or find_spec("mujoco_playground")
+    has_envs = ":" in args.env_id or args.env_id == "Pendulum" or find_spec("mujoco_playground")
     for wrong, reason in [
         (min(sizes) < 1 or not args.learning_rate > 0, "sizes and --learning-rate must be positive"),
         (not 0 <= args.gamma <= 1, "--gamma must be from 0 to 1"),
@@ -532,8 +525,8 @@ class Pendulums(nn.Module):
 
         Returns the observations [N, D] to act on next; rewards, terminated and truncated (by the time limit),
         each [N]; and the observations [N, D] that the actions led to, before new episodes started. If a
-        simulator does not keep the latter, as Isaac Lab, take those before the step where an episode ended:
-        at a time limit, their value takes the place of the last one's, as in RSL-RL.
+        simulator does not keep the latter, as Isaac Lab, return there the observations before the step: at a
+        time limit, their value stands in for that of the last state, as in RSL-RL.
         """
         torque = 2 * actions.squeeze(-1).clamp(-1, 1)  # N m
         error = torch.remainder(self.angle + math.pi, 2 * math.pi) - math.pi
@@ -547,7 +540,7 @@ class Pendulums(nn.Module):
 
 
 class Playground:
-    """N environments of MuJoCo Playground. As in its own training, an environment repeats its first start."""
+    """N environments of MuJoCo Playground. As in its own training, each starts all episodes in one state."""
 
     def __init__(self, args: Args):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory to PyTorch
@@ -555,7 +548,7 @@ class Playground:
         from mujoco_playground import registry
 
         if args.env_id not in registry.ALL_ENVS:
-            similar = get_close_matches(args.env_id, registry.ALL_ENVS, cutoff=0.3)
+            similar = get_close_matches(args.env_id, registry.ALL_ENVS, cutoff=0)
             raise ValueError(f"MuJoCo Playground has no {args.env_id}, but {', '.join(similar)}")
         jax.config.update("jax_cuda_visible_devices", os.environ.get("LOCAL_RANK", "all"))
         config = registry.get_default_config(args.env_id)
@@ -569,31 +562,26 @@ class Playground:
         sizes = [part.shape[-1] for part in jax.tree.leaves(obs)]
         self.obs_size, self.actor_obs_size = sum(sizes), sizes[-1]
 
-        def merge(obs: Any) -> Any:
-            """In one array, what the robot sees ("state"), then what only the simulator knows."""
-            return jax.numpy.concatenate(jax.tree.leaves(obs)[::-1], -1)
-
-        def reset(key: Any) -> tuple:
-            state = env.reset(key)
-            return state, merge(state.obs)
-
         def step(state: Any, start: Any, action: Any, cut: Any) -> tuple:
             after = env.step(state, action)
             over = (after.done > 0) | cut
             first, last = (start.data, start.obs), (after.data, after.obs)
             data, obs = jax.tree.map(lambda x, y: jax.numpy.where(over, x, y), first, last)
-            results = merge(obs), after.reward, after.done > 0, cut, merge(after.obs)
+            results = self.merge(obs), after.reward, after.done > 0, cut, self.merge(after.obs)
             return after.replace(data=data, obs=obs), results
 
-        self.jit_reset, self.jit_step = jax.jit(jax.vmap(reset)), jax.jit(jax.vmap(step))
+        self.jit_reset, self.jit_step = jax.jit(jax.vmap(env.reset)), jax.jit(jax.vmap(step))
+
+    def merge(self, obs: Any) -> Any:
+        """In one array, what the robot sees ("state"), then what only the simulator knows."""
+        return self.jax.numpy.concatenate(self.jax.tree.leaves(obs)[::-1], -1)
 
     def reset(self) -> Tensor:
         """As that of `Pendulums`."""
-        key = self.jax.random.key(torch.randint(2**31, ()).item())  # so that one generator has all seeds
-        self.start, obs = self.jit_reset(self.jax.random.split(key, len(self.steps)))
-        self.state = self.start
+        key = self.jax.random.key(torch.randint(2**31, ()).item())  # torch.manual_seed decides it
+        self.state = self.start = self.jit_reset(self.jax.random.split(key, len(self.steps)))
         self.steps.zero_()
-        return torch.from_dlpack(obs)
+        return torch.from_dlpack(self.merge(self.start.obs))
 
     def step(self, actions: Tensor) -> tuple[Tensor, ...]:
         """As that of `Pendulums`."""
@@ -626,19 +614,21 @@ def make_envs(args: Args) -> Any:
 
 
 def check_step(envs: Any, args: Args) -> None:
-    """Raise `ValueError` if a first step returns something else, or the checkpoint is for something else."""
+    """Raise `ValueError` if reset or step return something else, or the checkpoint is for something else."""
 
     def kind(x: Any) -> str:
         return f"{x.dtype} {[*x.shape]} on {x.device.type}" if isinstance(x, Tensor) else type(x).__name__
 
     rows = torch.zeros(args.num_envs, device=args.device)
     obs, ends = rows.new_zeros(args.num_envs, envs.obs_size), rows.bool()
-    expected = {"observations": obs, "rewards": rows, "terminated": ends, "truncated": ends, "last_obs": obs}
-    envs.reset()
-    results = envs.step(rows.new_zeros(args.num_envs, envs.action_size))
-    for (name, value), result in zip(expected.items(), results, strict=True):
+    first, results = envs.reset(), envs.step(rows.new_zeros(args.num_envs, envs.action_size))
+    if len(results) != 5:
+        raise ValueError(f"{args.env_id}: step must return 5 tensors, not {len(results)}")
+    names = "what reset returns", "observations", "rewards", "terminated", "truncated", "last_obs"
+    expected = obs, obs, rows, ends, ends, obs
+    for name, value, result in zip(names, expected, (first, *results), strict=True):
         if kind(result) != kind(value):
-            raise ValueError(f"{args.env_id}: step returns {name} as {kind(result)}, not as {kind(value)}")
+            raise ValueError(f"{args.env_id}: {name} must be {kind(value)}, not {kind(result)}")
     path = args.resume or args.evaluate
     if path and agent_sizes(path) != (envs.obs_size, envs.actor_obs_size, envs.action_size):
         raise ValueError(f"{path} is of another script, or not for {args.env_id}")
@@ -748,16 +738,17 @@ def restore(path: str, args: Args, agent: Agent, optimizer: Adam, state: State) 
     _, content = load_checkpoint(path)
     agent.load_state_dict(content["agent"])
     optimizer.load_state_dict(content["optimizer"])
-    state.global_step, episodes = content["state"]["global_step"], content["state"]["episodes"]
+    episodes = content["state"].pop("episodes")
+    vars(state).update(content["state"])
     torch.manual_seed(args.seed + 1000 * RANK + state.global_step)
-    if [x.shape for x in episodes.values()] == [x.shape for x in state.episodes.values()]:
+    if episodes and [x.shape for x in episodes.values()] == [x.shape for x in state.episodes.values()]:
         torch.set_rng_state(content["random"])
         for name, x in state.episodes.items():
             x.copy_(episodes[name])
 
 
 def agent_sizes(path: str | Path) -> tuple[int, ...]:
-    """How many numbers observations, their part for the actor, and actions have, by a checkpoint."""
+    """Sizes of observations, of their part for the actor, and of actions, by a checkpoint's weights."""
     weights = load_checkpoint(path)[1]["agent"]
     names = "critic.0.weight", "actor.0.weight", "log_std"
     return tuple(weights[name].shape[-1] if name in weights else 0 for name in names)
@@ -785,7 +776,7 @@ def evaluate(path: str | Path, args: Args, envs: Any) -> np.ndarray:
     returns = torch.zeros(args.num_envs, device=args.device)
     running, snapshots = torch.ones_like(returns, dtype=torch.bool), []
     for _ in range(envs.max_steps):
-        if args.capture_video:
+        if args.capture_video and running[0]:
             snapshots.append(envs.snapshot())
         obs, rewards, terminated, truncated, _ = envs.step(act(obs))
         returns += torch.where(running, rewards, 0)
@@ -826,7 +817,7 @@ def main() -> None:
     try:
         args = parse_args()
         envs = make_envs(args)
-    except (ValueError, OSError, ImportError, AttributeError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: save, and stop

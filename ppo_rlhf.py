@@ -18,7 +18,7 @@ come from --reward-model, or from a function that takes B such lines as dicts an
 and returns B numbers:
 
     def reward(rows, responses):
-        return [float(row["answer"] in response) for row, response in zip(rows, responses)]
+        return [float(response.endswith(row["answer"])) for row, response in zip(rows, responses)]
 
   [PPO]     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   [GAE]     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
@@ -38,6 +38,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import pickle
 import pkgutil
 import random
 import re
@@ -48,10 +49,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
@@ -59,17 +62,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import clip_grad_norm_, rnn
 from torch.optim import Adam
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 
 
 @dataclass
-class Args:  # the comments are the texts of --help
-    exp_name: str = Path(__file__).stem  # part of the run folder's name
+class Args:  # the trailing comments become --help
+    exp_name: str = Path(sys.argv[0]).stem or "ppo_rlhf"  # part of the run folder's name
     seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
     resume: str | None = None  # resume from this checkpoint; other flags override its settings
-    eval_every: int = 10  # iterations between evaluations, and between checkpoints
+    eval_every: int = 10  # iterations between evaluations; each writes a checkpoint and the model
     track: bool = False  # mirror TensorBoard to Weights & Biases (needs wandb)
+    wandb_project_name: str = "ppo_rlhf"  # project at Weights & Biases
+    wandb_entity: str | None = None  # team at Weights & Biases; None is your own account
 
     # Task
     model: str | None = None  # folder or name of a transformers model; None is for the built-in reviews
@@ -77,7 +83,6 @@ class Args:  # the comments are the texts of --help
     eval_prompts: str | None = None  # the same for held-out prompts
     reward_model: str | None = None  # folder or name of a model that scores a sequence of the same tokens
     reward_function: tuple[str, ...] = ()  # functions of rows and responses, as module:function; summed
-    reward_model_updates: int = 0  # reviews: iterations between updates of the reward model; 0: none
     max_response_length: int = 8  # longer responses are cut off, and have no stop token
     missing_eos_penalty: float = 2.0  # subtracted from the score of a response without a stop token
     temperature: float = 1.0  # divides the logits in sampling, and in every log-probability
@@ -88,14 +93,13 @@ class Args:  # the comments are the texts of --help
     batch_size: int = 256  # B: prompts per iteration, over all processes; each gets one response
     update_epochs: int = 2  # K: passes over each batch
     num_minibatches: int = 4  # minibatches per epoch, one gradient step each
-    learning_rate: float = 1e-3  # Adam's step size, decayed linearly to 0
+    learning_rate: float = 1e-3  # Adam's step size for the actor, decayed linearly to 0
+    critic_learning_rate: float = 1e-3  # the same for the critic
     kl_coef: float = 0.1  # β: weight of the KL divergence from the reference in the reward
     kl_target: float | None = None  # adapt β to keep this divergence, in nats per response
     gae_lambda: float = 1.0  # λ: trades bias (0) against variance (1) of the advantages; papers have 0.95
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
     clip_vloss: bool = False  # also clip the change of the value to ±ε
-    vf_coef: float = 0.5  # c₁: weight of the value loss; Adam undoes it, as the critic is a separate network
-    ent_coef: float = 0.0  # c₂: weight of the entropy bonus; the KL keeps the policy from collapsing, too
     max_grad_norm: float = 1.0  # clip the actor's gradient to this norm, and the critic's
 
     # Speed and memory
@@ -106,15 +110,22 @@ class Args:  # the comments are the texts of --help
     gradient_checkpointing: bool = False  # save memory by computing activations twice
     lora_rank: int = 0  # train adapters of this rank on frozen weights (needs peft); 0 trains all weights
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():  # NumPy's numbers could not be loaded from a checkpoint
+            setattr(self, name, value.item() if isinstance(value, np.generic) else value)
+
 
 # The defaults with --model
 PRETRAINED = Args(
     max_response_length=512, missing_eos_penalty=0.0, eval_temperature=0.0, learning_rate=1e-6,
-    micro_batch_size=4,
+    critic_learning_rate=1e-5, micro_batch_size=4,
 )  # fmt: skip
 RANK = int(os.environ.get("RANK", 0))  # of this process, and the number of all, as torchrun sets them
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
-SHOWN = "objective/scores", "objective/kl"  # metrics to print, besides evaluations
+NETWORKS = 2  # that are trained: actor and critic
+SHOWN = (  # metrics to print, besides evaluations
+    "reward", "objective/kl", "policy/approxkl_avg", "completions/clipped_ratio", "val/explained_variance",
+)  # fmt: skip
 
 # ------------------------------------------------- Networks -------------------------------------------------
 
@@ -165,7 +176,8 @@ class GPT(nn.Module):
             hidden, keys_values = block(hidden, visible, past)
             cache.append(keys_values)
         hidden = self.norm(hidden)
-        logits = hidden[:, -logits_to_keep:] @ self.tokens.weight.T
+        with torch.autocast(input_ids.device.type, enabled=False):
+            logits = hidden[:, -logits_to_keep:] @ self.tokens.weight.T
         return SimpleNamespace(last_hidden_state=hidden, logits=logits, past_key_values=cache)
 
 
@@ -202,7 +214,6 @@ class Task(NamedTuple):
     prompts: list[dict]  # rows: a "prompt", and what else the reward functions need
     eval_prompts: list[dict]  # held out; of reviews, all prompts again
     reward_functions: dict[str, Callable]  # by name; of B rows and the texts of B responses
-    comparisons: list[tuple[dict, str, str]]  # of reviews: row, chosen and rejected response
 
 
 class Responses(NamedTuple):
@@ -264,8 +275,31 @@ def generate(actor: nn.Module, task: Task, rows: list[dict], args: Args) -> tupl
     return Responses(prompts, prompt_mask, responses[:, :length], mask[:, :length]), log_probs[:, :length]
 
 
-def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> tuple[Tensor, Tensor]:
-    """log π [B, L] of the responses' tokens, and the logits [B, L, V].
+class TokenLogProbs(torch.autograd.Function):
+    """log π [B, S] of tokens [B, S] from their logits [B, S, V], which are divided by the temperature.
+
+    For large vocabularies, logits take most of the memory. Softmax is computed for some tokens at a time, and
+    the gradient, 1(v = token) - π(v), takes the place of the logits: so they are there once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        chunks = logits.flatten(0, 1).split(1024)
+        log_z = torch.cat([(chunk / temperature).logsumexp(1) for chunk in chunks]).view(tokens.shape)
+        ctx.save_for_backward(logits, tokens, log_z)
+        ctx.temperature = temperature
+        return logits.gather(2, tokens.unsqueeze(2)).squeeze(2) / temperature - log_z
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        logits, tokens, log_z = ctx.saved_tensors
+        gradient = gradient.unsqueeze(2) / ctx.temperature
+        policy = logits.div_(ctx.temperature).sub_(log_z.unsqueeze(2)).exp_()
+        return policy.mul_(-gradient).scatter_add_(2, tokens.unsqueeze(2), gradient), None, None
+
+
+def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> Tensor:
+    """log π [B, L] of the responses' tokens.
 
     Logits are divided by the temperature, because the policy that acts is the one with this temperature.
     """
@@ -273,9 +307,9 @@ def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: flo
     attention = torch.cat([batch.prompt_mask, batch.mask], 1)
     length = batch.mask.shape[1]
     output = model(**model_inputs(tokens, attention), logits_to_keep=length + 1)
-    logits = output.logits[:, -length - 1 : -1]  # those at a token are for the next one
-    logits = logits.float() / temperature  # in bfloat16, numbers from -4 to -8 would be 1/32 apart
-    return logits.gather(2, batch.responses.unsqueeze(2)).squeeze(2) - logits.logsumexp(2), logits
+    logits = output.logits.float()  # of the last tokens, or of all; not sliced, which would take memory
+    following = F.pad(tokens[:, 1:], (0, 1))[:, -logits.shape[1] :]
+    return TokenLogProbs.apply(logits, following, temperature)[:, -length - 1 : -1]
 
 
 @torch.no_grad()
@@ -291,19 +325,33 @@ def in_parts(function: Callable[[Responses], Tensor], batch: Responses, args: Ar
 
 def all_log_probs(model: nn.Module, batch: Responses, args: Args) -> Tensor:
     """log π [B, L] of the responses' tokens, without gradients."""
-    return in_parts(lambda part: token_log_probs(model, part, args.temperature)[0], batch, args)[:, :-1]
+    return in_parts(lambda part: token_log_probs(model, part, args.temperature), batch, args)[:, :-1]
+
+
+def check_sampling(difference: Tensor, mask: Tensor) -> dict[str, float]:
+    """Metrics of the difference [B, L] between log π in sampling and in learning: it must be rounding."""
+    average, largest = masked_mean(difference.abs(), mask).item(), (difference.abs() * mask).max().item()
+    if average > 0.5:
+        raise FloatingPointError(f"log π of sampling and of learning differ by {average}: is there no cache?")
+    name = "sampling/sampling_logp_difference"
+    return {f"{name}/mean": average, f"{name}/max": largest}
+
+
+def ended(batch: Responses, task: Task) -> Tensor:
+    """Whether each response [B] has a stop token. The others were cut off."""
+    stop_tokens = torch.tensor(task.stop_tokens, device=batch.mask.device)
+    return (torch.isin(batch.responses, stop_tokens) & batch.mask).any(1)
 
 
 def score(models: Models, task: Task, rows: list[dict], batch: Responses, args: Args) -> dict[str, Tensor]:
     """Rewards [B] by the reward model and by each reward function, and for missing stop tokens."""
-    stops = torch.isin(batch.responses, torch.tensor(task.stop_tokens, device=args.device)) & batch.mask
-    rewards = {"missing_eos": torch.where(stops.any(1), 0.0, -args.missing_eos_penalty)}
+    rewards = {"missing_eos": torch.where(ended(batch, task), 0.0, -args.missing_eos_penalty)}
     if models.reward_model is not None:
         outputs = in_parts(models.reward_model, batch, args)
         rewards["reward_model"] = outputs.gather(1, batch.mask.sum(1, keepdim=True)).squeeze(1)
     texts = decode(task.tokenizer, batch)
     for name, function in task.reward_functions.items():
-        rewards[name] = torch.as_tensor(function(rows, texts), dtype=torch.float32, device=args.device)
+        rewards[name] = call_reward(name, function, rows, texts).to(args.device)
     return rewards
 
 
@@ -373,17 +421,18 @@ class Batch(NamedTuple):
 
 
 def ppo_loss(models: Models, batch: Batch, num_tokens: Tensor, args: Args) -> tuple[Tensor, dict]:
-    """The loss to minimise ([PPO], equation 9, negated), and metrics, as sums divided by `num_tokens`.
+    """The loss to minimise ([PPO], equation 9, negated; no entropy bonus), and metrics.
 
-    That is the number of the whole minibatch's tokens: results of its parts and processes add up to means.
+    They are sums divided by `num_tokens`, the number of the whole minibatch's tokens: results of its parts
+    and processes add up to means. As actor and critic are separate networks with learning rates of their own,
+    their losses need no weights.
     """
-    log_probs, logits = token_log_probs(models.actor, batch, args.temperature)
+    log_probs = token_log_probs(models.actor, batch, args.temperature)
     log_ratio = (log_probs - batch.log_probs) * batch.mask
     ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s)
     # L^CLIP = E[min(r A, clip(r, 1 - ε, 1 + ε) A)] ([PPO], equation 7)
-    unclipped_loss = -ratio * batch.advantages
-    clipped_loss = -ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef) * batch.advantages
-    policy_loss = torch.max(unclipped_loss, clipped_loss)
+    clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    policy_loss = -torch.min(ratio * batch.advantages, clipped_ratio * batch.advantages)
 
     values = models.critic(batch)[:, :-1]
     value_loss = 0.5 * (values - batch.returns).square()
@@ -391,18 +440,15 @@ def ppo_loss(models: Models, batch: Batch, num_tokens: Tensor, args: Args) -> tu
         clipped_values = batch.values + (values - batch.values).clamp(-args.clip_coef, args.clip_coef)
         value_loss = torch.max(value_loss, 0.5 * (clipped_values - batch.returns).square())
 
-    loss = policy_loss + args.vf_coef * value_loss
-    if args.ent_coef > 0:  # the entropy takes as much memory as the logits
-        entropy = logits.logsumexp(2) - (logits.softmax(2) * logits).sum(2)
-        loss = loss - args.ent_coef * entropy
     metrics = {
         "loss/policy_avg": policy_loss,
         "loss/value_avg": value_loss,
         "policy/approxkl_avg": 0.5 * log_ratio.square(),
-        "policy/clipfrac_avg": clipped_loss > unclipped_loss,  # of tokens whose gradient is 0
+        "clip_ratio/low_mean": (ratio < 1 - args.clip_coef) & (batch.advantages < 0),  # their gradient is 0
+        "clip_ratio/high_mean": (ratio > 1 + args.clip_coef) & (batch.advantages > 0),
     }
     means = {name: (x.detach() * batch.mask).sum() / num_tokens for name, x in metrics.items()}
-    return (loss * batch.mask).sum() / num_tokens, means
+    return ((policy_loss + value_loss) * batch.mask).sum() / num_tokens, means
 
 
 # ------------------------------------------------- Algorithm ------------------------------------------------
@@ -426,20 +472,21 @@ def collect(models: Models, task: Task, args: Args) -> tuple[Batch, dict, dict]:
     batch = Batch(*responses, log_probs, values, whiten(advantages, mask), returns)
 
     means = {f"rewards/{name}": values for name, values in rewards.items()} | {
-        "objective/scores": scores,
+        "reward": scores,
         "objective/kl": kl.sum(1),  # in nats per response
         "objective/rlhf_reward": scores - args.kl_coef * kl.sum(1),
-        "response/length": mask.sum(1),
+        "completions/mean_length": mask.sum(1),
+        "completions/clipped_ratio": ~ended(responses, task),
     }
     error, spread = (masked_mean((x - masked_mean(x, mask)).square(), mask) for x in (advantages, returns))
     metrics = {name: mean(values) for name, values in means.items()} | {
         "objective/kl_coef": args.kl_coef,
-        "policy/entropy_avg": -masked_mean(log_probs, mask).item(),  # an estimate, in nats per token
+        "entropy": -masked_mean(log_probs, mask).item(),  # an estimate, in nats per token
         "val/explained_variance": 1 - (error / (spread + 1e-8)).item(),
-        "val/sampling_mismatch": ((sampled_log_probs - log_probs) * mask).abs().max().item(),
     }
-    samples = {"response": decode(task.tokenizer, responses), "row": rows}
-    return batch, metrics, samples | {name: values.tolist() for name, values in rewards.items()}
+    samples = {"response": decode(task.tokenizer, responses), "row": rows, "reward": scores.tolist()}
+    samples |= {name: values.tolist() for name, values in rewards.items()}
+    return batch, metrics | check_sampling(sampled_log_probs - log_probs, mask), samples
 
 
 def update(models: Models, optimizer: Adam, batch: Batch, args: Args) -> dict[str, float]:
@@ -448,7 +495,6 @@ def update(models: Models, optimizer: Adam, batch: Batch, args: Args) -> dict[st
     A minibatch's gradient is summed over micro-batches and processes: their number does not matter.
     """
     sums: dict[str, Tensor] = {}  # of metrics, still as tensors: reading them would wait for the GPU
-    norms = []
     for _ in range(args.update_epochs):
         order = torch.randperm(len(batch.mask)).to(args.device)
         for rows in order.split(len(order) // args.num_minibatches):
@@ -461,57 +507,61 @@ def update(models: Models, optimizer: Adam, batch: Batch, args: Args) -> dict[st
                 loss.backward()
                 for name, value in metrics.items():
                     sums[name] = sums.get(name, 0) + value
-            for model in (models.actor, models.critic):
-                for gradient in [p.grad for p in model.parameters() if p.grad is not None]:
+            for name, group in zip(("grad_norm", "critic_grad_norm"), optimizer.param_groups, strict=True):
+                for gradient in [p.grad for p in group["params"] if p.grad is not None]:
                     sum_over_processes(gradient)
-                norms.append(clip_grad_norm_(model.parameters(), args.max_grad_norm, error_if_nonfinite=True))
+                norm = clip_grad_norm_(group["params"], args.max_grad_norm, error_if_nonfinite=True)
+                sums[name] = sums.get(name, 0) + norm / PROCESSES
             optimizer.step()
     steps = args.update_epochs * args.num_minibatches
-    means = {name: sum_over_processes(total).item() / steps for name, total in sums.items()}
-    return means | {"grad_norm": torch.stack(norms).mean().item()}
+    return {name: sum_over_processes(total).item() / steps for name, total in sums.items()}
 
 
-def train(args: Args) -> Path:
-    """PPO ([PPO], Algorithm 1) from human feedback. Returns the checkpoint's path."""
+def train(args: Args, task: Task | None = None) -> Path:
+    """PPO ([PPO], Algorithm 1) from human feedback. Returns the checkpoint's path.
+
+    With --model, the task is what `load_task` returns. Raises `ValueError` for invalid settings.
+    """
     check_args(args)
-    path = make_folder(args)
+    args = replace(args)  # β may be adapted
+    if args.device == "cuda":  # each process has a GPU
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     torch.manual_seed(args.seed)
-    models, task = load_pretrained(args) if args.model else make_reviews(args)
-    optimizer = Adam([p for p in models.parameters() if p.requires_grad], fused=True)
-    connect(models, args)  # after Adam, which imports what would keep the connection open at exit
-    episodes, comparisons = resume(args, models, optimizer) if args.resume else (0, [])
-    task.comparisons.extend(comparisons)
-    writer = start_log(path, args, episodes)
+    models, task = load_pretrained(args, task or load_task(args)) if args.model else make_reviews(args)
+    networks = models.actor, models.critic
+    groups = [[p for p in network.parameters() if p.requires_grad] for network in networks]
+    optimizer = Adam([{"params": group} for group in groups], fused=True)
+    connect(models)
+    episodes = restore(args.resume, models, optimizer) if args.resume else 0
+    run = Run(args, models, optimizer, task, episodes)
     try:
         while episodes < args.total_episodes:
-            torch.manual_seed(10**9 * args.seed + episodes)  # a resumed run draws the same numbers
-            iteration, metrics = episodes // args.batch_size, {}
-            if iteration % args.eval_every == 0:
+            torch.manual_seed(10**9 * args.seed + episodes + RANK)  # a resumed run draws the same numbers
+            metrics = {}
+            if episodes // args.batch_size % args.eval_every == 0:
+                run.save()
                 metrics = evaluate(models, task, args)
-                save(path, args, models, optimizer, episodes, task.comparisons)
-            if args.reward_model_updates and iteration > 0 and iteration % args.reward_model_updates == 0:
-                torch.manual_seed(10**9 * args.seed + episodes)  # all processes learn the same
-                learn_from_comparisons(models, task, args)  # iterated RLHF ([RLHF], §3.1)
-            torch.manual_seed(10**9 * args.seed + episodes + RANK)
             batch, batch_metrics, samples = collect(models, task, args)
-            learning_rate = args.learning_rate * (1 - episodes / args.total_episodes)
-            optimizer.param_groups[0]["lr"] = learning_rate
-            metrics |= batch_metrics | update(models, optimizer, batch, args) | {"lr": learning_rate}
-            log(writer, episodes, metrics, samples)
-            episodes += args.batch_size
+            remaining = 1 - episodes / args.total_episodes
+            rates = {"lr": args.learning_rate * remaining, "critic_lr": args.critic_learning_rate * remaining}
+            for group, rate in zip(optimizer.param_groups, rates.values(), strict=True):
+                group["lr"] = rate
+            metrics |= batch_metrics | update(models, optimizer, batch, args) | rates
             if args.kl_target:  # [Ziegler], §2.2
                 error = metrics["objective/kl"] / args.kl_target - 1
-                args = replace(args, kl_coef=args.kl_coef * (1 + 0.1 * min(max(error, -0.2), 0.2)))
-        log(writer, episodes, evaluate(models, task, args), {})
+                args.kl_coef *= 1 + 0.1 * min(max(error, -0.2), 0.2)
+            run.log(episodes, metrics, samples)
+            episodes += args.batch_size
+            run.snapshot(episodes)
+        run.log(episodes, evaluate(models, task, args), {})
     except KeyboardInterrupt:
-        print(f"stopped; resume with --resume {path}", flush=True)
-    save(path, args, models, optimizer, episodes, task.comparisons)
-    if args.model and RANK == 0:
-        models.actor.save_pretrained(path.parent / "model")
-        task.tokenizer.save_pretrained(path.parent / "model")
-    if PROCESSES > 1:
-        dist.destroy_process_group()
-    return path
+        print("stopped", flush=True)
+    except Exception as error:
+        error.add_note(f"to continue after the last whole iteration: --resume {run.path}")
+        raise
+    finally:
+        run.finish()
+    return run.path
 
 
 # ========================== End of PPO. What follows is what training needs around it ======================
@@ -526,9 +576,12 @@ def pad(rows: list[list[int]], side: str, device: str) -> tuple[Tensor, Tensor]:
 
 def encode(tokenizer: Any, prompt: str | list[dict]) -> list[int]:
     """The tokens of a prompt: a text, or a list of chat messages."""
-    if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    if not isinstance(prompt, str):
+        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    tokens = tokenizer.encode(prompt)
+    start = tokens[:2] == [tokenizer.bos_token_id] * 2  # the text begins with a start token, too
+    end = len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id  # some tokenizers append one
+    return tokens[start : len(tokens) - end]
 
 
 def decode(tokenizer: Any, batch: Responses) -> list[str]:
@@ -545,6 +598,17 @@ def tokenize(task: Task, rows: list[dict], texts: list[str], args: Args) -> Resp
     return Responses(*pad(prompts, "left", args.device), *pad(responses, "right", args.device))
 
 
+def call_reward(name: str, function: Callable, rows: list[dict], texts: list[str]) -> Tensor:
+    """Rewards [B] of B responses by a function. Raises `ValueError` if they are not B finite numbers."""
+    try:
+        rewards = torch.as_tensor(function(rows, texts), dtype=torch.float32, device="cpu")
+    except Exception as error:
+        raise ValueError(f"{name} failed for {len(texts)} responses: {error!r}") from error
+    if rewards.shape != (len(texts),) or not rewards.isfinite().all():
+        raise ValueError(f"{name} must return {len(texts)} finite numbers, not {rewards.tolist()}")
+    return rewards
+
+
 def evaluate(models: Models, task: Task, args: Args) -> dict[str, float]:
     """Mean rewards of a response to each prompt of the evaluation; for reviews, also the human's taste."""
     if not task.eval_prompts:
@@ -553,7 +617,7 @@ def evaluate(models: Models, task: Task, args: Args) -> dict[str, float]:
     responses, _ = generate(models.actor, task, rows, replace(args, temperature=args.eval_temperature))
     rewards = score(models, task, rows, responses, args)
     if not args.model:
-        rewards["gold"] = tastes(rows, decode(task.tokenizer, responses))
+        rewards["gold"] = tastes(rows, decode(task.tokenizer, responses)).to(args.device)
     return {f"eval/{name}": mean(values) for name, values in rewards.items()}
 
 
@@ -562,14 +626,16 @@ def autocast(args: Args) -> torch.autocast:
     return torch.autocast(args.device.partition(":")[0], torch.bfloat16, enabled=args.bfloat16)
 
 
-def connect(models: Models, args: Args) -> None:
-    """Connect the processes that torchrun started. Each has a GPU, and all start with the same weights."""
-    if PROCESSES > 1 and args.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    models.to(args.device).eval()  # no dropout: with it, the first ratio would not be 1
+def connect(models: Models) -> None:
+    """Connect the processes that torchrun started: all start with the same weights.
+
+    Only after Adam is made: what it imports would keep the connection open at exit.
+    """
+    models.eval()  # no dropout: with it, the first ratio would not be 1
     if PROCESSES > 1:
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-        for tensor in models.state_dict().values():
+        tensors = models.state_dict().values()
+        dist.init_process_group("nccl" if any(tensor.is_cuda for tensor in tensors) else "gloo")
+        for tensor in tensors:
             dist.broadcast(tensor, 0)
 
 
@@ -594,7 +660,7 @@ WORDS += [*TONES, *PRODUCTS, *sorted({word for words in PRODUCTS.values() for wo
 class WordTokenizer:
     """A token for each word, with the interface of transformers' tokenizers."""
 
-    eos_token_id = 1
+    bos_token_id, eos_token_id = None, 1
 
     def __init__(self, words: list[str]):
         self.words = words
@@ -614,11 +680,12 @@ def make_reviews(args: Args) -> tuple[Models, Task]:
         for tone in TONES:
             for request in (f"{tone} the {product} :", f"please {tone} the {product} :"):
                 rows.append({"prompt": request, "tone": tone, "product": product})
-    actor, tokenizer = GPT(len(WORDS)), WordTokenizer(WORDS)
-    task = Task(tokenizer, [tokenizer.eos_token_id], rows, 10 * rows, {}, [])
+    actor, tokenizer = GPT(len(WORDS)).to(args.device), WordTokenizer(WORDS)
+    task = Task(tokenizer, [tokenizer.eos_token_id], rows, 10 * rows, {})
     if not args.resume:
         learn_to_write(actor, task, write_review, 3e-3, args)
-    reward_model = ScalarModel(copy.deepcopy(actor), nn.Linear(actor.norm.normalized_shape[0], 1))
+    head = nn.Linear(actor.norm.normalized_shape[0], 1).to(args.device)
+    reward_model = ScalarModel(copy.deepcopy(actor), head)
     reference = copy.deepcopy(actor).requires_grad_(False)
     models = Models(actor, reward_model, reference, reward_model.requires_grad_(False))
     if not args.resume:
@@ -665,36 +732,37 @@ def learn_to_write(actor: GPT, task: Task, write: Callable, learning_rate: float
     def compute_loss() -> Tensor:
         rows = rng.choices(task.prompts, k=128)
         batch = tokenize(task, rows, [write(rng, row) for row in rows], args)
-        log_probs, _ = token_log_probs(actor, batch, temperature=1.0)
+        log_probs = token_log_probs(actor, batch, temperature=1.0)
         return -(log_probs * batch.mask).sum() / batch.mask.sum()
 
     fit(actor, compute_loss, 600, learning_rate, "supervised learning")
 
 
 def learn_from_comparisons(models: Models, task: Task, args: Args) -> None:
-    """Let the human compare responses of the actor, and the reward model learn from all comparisons so far.
+    """Let the human compare 6,000 pairs of responses, and the reward model learn from the choices.
 
     The human prefers a to b with probability σ(2 (taste(a) - taste(b))), which is the Bradley-Terry model.
     The reward model maximises log σ(score(chosen) - score(rejected)) ([RLHF], equation 1).
     """
-    count = 1500 if task.comparisons else 6000
-    rows = 2 * [task.prompts[i] for i in torch.randint(len(task.prompts), (count,))]
-    responses, _ = generate(models.actor, task, rows, args)
+    count = 6000
+    rows = [task.prompts[i] for i in torch.randint(len(task.prompts), (count,))]
+    responses, _ = generate(models.actor, task, rows + rows, args)
     texts = decode(task.tokenizer, responses)
-    taste = tastes(rows, texts)
+    taste = tastes(rows + rows, texts)
     prefers_first = torch.rand(count) < torch.sigmoid(2 * (taste[:count] - taste[count:]))
+    comparisons = []
     for i, first_is_better in enumerate(prefers_first):
         chosen, rejected = (i, i + count) if first_is_better else (i + count, i)
-        task.comparisons.append((rows[i], texts[chosen], texts[rejected]))
+        comparisons.append((rows[i], texts[chosen], texts[rejected]))
 
     def compute_loss() -> Tensor:
-        sample = [task.comparisons[i] for i in torch.randint(len(task.comparisons), (64,))]
+        sample = [comparisons[i] for i in torch.randint(count, (64,))]
         rows, chosen, rejected = map(list, zip(*sample, strict=True))
         batch = tokenize(task, rows + rows, chosen + rejected, args)
         scores = models.reward_model(batch).gather(1, batch.mask.sum(1, keepdim=True))
         return -F.logsigmoid(scores[:64] - scores[64:]).mean()
 
-    fit(models.reward_model, compute_loss, 3 * len(task.comparisons) // 64, 1e-3, "reward model")
+    fit(models.reward_model, compute_loss, 3 * count // 64, 1e-3, "reward model")
     models.reward_model.requires_grad_(False)
 
 
@@ -714,38 +782,66 @@ def fit(network: nn.Module, compute_loss: Callable, steps: int, learning_rate: f
 # ------------------------------------------------- Models of transformers ----------------------------------
 
 
-def load_pretrained(args: Args) -> tuple[Models, Task]:
-    """The models that the flags name, and the task. With --bfloat16, frozen weights are in bfloat16."""
+def load_task(args: Args) -> Task:
+    """The tokenizer, the prompts and the reward functions that the flags name, but no stop tokens yet.
+
+    Raises `ValueError` for prompts and functions that cannot be right. Functions are tried on no responses.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    functions = {name: pkgutil.resolve_name(name) for name in args.reward_function}
+    tokenizer, config = AutoTokenizer.from_pretrained(args.model), AutoConfig.from_pretrained(args.model)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    longest = context - args.max_response_length
+    files = args.prompts, args.eval_prompts
+    prompts, held_out = (read_rows(file, tokenizer, longest) if file else [] for file in files)
+    if 0 < len(held_out) < PROCESSES:
+        raise ValueError(f"{args.eval_prompts} has fewer prompts than there are processes")
+    for name, function in functions.items():
+        call_reward(name, function, prompts[:2], [""] * len(prompts[:2]))
+    return Task(tokenizer, [], prompts, held_out, functions)
+
+
+def read_rows(file: str, tokenizer: Any, longest: int) -> list[dict]:
+    """The lines of a file of prompts. Raises `ValueError` for one that is wrong or too long."""
+    rows = []
+    for number, line in enumerate(Path(file).read_text(encoding="utf-8").strip().split("\n"), 1):
+        try:
+            row = json.loads(line)
+            length = len(encode(tokenizer, row["prompt"]))
+        except Exception as error:
+            raise ValueError(f'{file}, line {number}: {error!r}, not {{"prompt": ...}}') from error
+        if not 0 < length <= longest:
+            raise ValueError(f"{file}, line {number}: {length} tokens; the model can take 1 to {longest}")
+        rows.append(row)
+    return rows
+
+
+def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
+    """The models that the flags name, and the task with their stop tokens."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    reference = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).requires_grad_(False)
+    folder = Path(args.model or "").resolve()  # adapters name it, wherever they are loaded
+    name = str(folder) if folder.exists() else args.model
+    reference = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).requires_grad_(False)
     actor = make_trainable(reference, args, "CAUSAL_LM")
     reward_model, trunk = None, reference.base_model
-    head = nn.Linear(reference.config.hidden_size, 1, bias=False)
+    head = nn.Linear(reference.config.get_text_config().hidden_size, 1, bias=False)
     nn.init.zeros_(head.weight)  # the critic's values are 0 at first, or those of the reward model
     if args.reward_model:
-        if AutoTokenizer.from_pretrained(args.reward_model).get_vocab() != tokenizer.get_vocab():
+        if AutoTokenizer.from_pretrained(args.reward_model).get_vocab() != task.tokenizer.get_vocab():
             raise ValueError("--reward-model has other tokens than --model; wrap it as --reward-function")
         model = AutoModelForSequenceClassification.from_pretrained(args.reward_model, dtype=torch.float32)
         trunk, head = model.base_model, model.score.float()
         reward_model = ScalarModel(trunk, head).requires_grad_(False)
     critic = ScalarModel(make_trainable(trunk, args), copy.deepcopy(head).requires_grad_(True))
     if args.bfloat16:
-        for parameter in (*reference.parameters(), *trunk.parameters()):
-            parameter.data = parameter.data.bfloat16()  # but not buffers, such as positions' frequencies
+        use_bfloat16(actor, reference)
+        use_bfloat16(critic.trunk, trunk)
     ends = reference.generation_config.eos_token_id  # chat models have one for the end of a turn, too
-    stop_tokens = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    functions = {name: pkgutil.resolve_name(name) for name in args.reward_function}
-    prompts, held_out = (read_rows(path) if path else [] for path in (args.prompts, args.eval_prompts))
-    task = Task(tokenizer, list(stop_tokens), prompts, held_out, functions, [])
-    return Models(actor, critic, reference, reward_model), task
-
-
-def read_rows(path: str) -> list[dict]:
-    """The lines of a file of JSON."""
-    with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    stop_tokens = {task.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    models = Models(actor, critic, reference, reward_model).to(args.device)
+    return models, task._replace(stop_tokens=list(stop_tokens))
 
 
 def make_trainable(frozen: nn.Module, args: Args, task_type: str | None = None) -> Any:
@@ -767,113 +863,201 @@ def make_trainable(frozen: nn.Module, args: Args, task_type: str | None = None) 
     return get_peft_model(network, config)
 
 
+def use_bfloat16(trained: Any, frozen: Any) -> None:
+    """Round frozen matrices to bfloat16, as autocast would; last layers, which give logits, are in float32.
+
+    So a network and its frozen copy have the same outputs. Embeddings and norms are not rounded by autocast.
+    """
+    heads = [network.get_output_embeddings() for network in (trained, frozen)]
+    for module in frozen.modules():
+        if type(module).__name__ in ("Linear", "Conv1D") and module not in heads:  # GPT-2's are Conv1D
+            module.weight.data = module.weight.data.bfloat16()
+    for head in filter(None, heads):
+        head.forward = partial(without_autocast, head.forward)
+
+
+def without_autocast(forward: Callable, hidden: Tensor) -> Tensor:
+    """Call a layer in float32. In bfloat16, numbers from 16 to 32 would be 1/8 apart."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        return forward(hidden.float())
+
+
 # ------------------------------------------------- Logging, checkpoints, command line ----------------------
 
 
-def make_folder(args: Args) -> Path:
-    """The path of the run's checkpoint, in a folder that exists."""
-    task = Path(args.model or "built-in").name
-    name = f"{task}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    path = Path(args.resume or Path("runs", name, "checkpoint.pt"))
-    if RANK == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        print(f"folder     {path.parent}", flush=True)
-    return path
+class Run:
+    """The folder of a run: curves for TensorBoard, responses, a checkpoint. Only the first process writes."""
+
+    def __init__(self, args: Args, models: Models, optimizer: Adam, task: Task, episodes: int):
+        self.args, self.models, self.optimizer, self.task = args, models, optimizer, task
+        name = f"{Path(args.model or 'built-in').name}__{args.exp_name}__{args.seed}"
+        name = re.sub(r"[^\w.-]+", "_", f"{name}__{datetime.now():%Y%m%d-%H%M%S-%f}")
+        self.path = Path(args.resume or Path("runs", name, "checkpoint.pt"))
+        self.completions = self.path.with_name("completions.jsonl")
+        self.start_time, self.start, self.last_print = time.monotonic(), episodes, 0.0
+        self.snapshot(episodes)
+        if RANK > 0:
+            return
+        folder = self.path.parent
+        if args.track:
+            import wandb
+
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
+            wandb.init(**names, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
+        ends = " ".join(task.tokenizer.decode([token]) for token in task.stop_tokens)
+        print(f"{args.total_episodes:,.0f} responses in batches of {args.batch_size:,}, seed {args.seed}")
+        print(f"length     at most {args.max_response_length} tokens; end tokens: {ends or 'none'}")
+        print(f"update     {args.update_epochs} epochs x {args.num_minibatches} minibatches per batch")
+        print(f"folder     {folder}", flush=True)
+        if args.resume:
+            print(f"resumed    after {episodes:,} of {args.total_episodes:,.0f} responses")
+        self.writer = SummaryWriter(str(folder), purge_step=episodes)
+        rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
+        self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
+        # A copy of this file, so that `plot.py` tells runs of changed copies apart.
+        Path(folder, Path(__file__).name).write_bytes(Path(__file__).read_bytes())
+        if self.completions.exists():  # the last line may be incomplete, if the process was killed
+            lines = self.completions.read_text(encoding="utf-8").split("\n")[:-1]
+            kept = [line + "\n" for line in lines if json.loads(line)["episodes"] < episodes]
+            self.completions.write_text("".join(kept), encoding="utf-8")
+
+    def snapshot(self, episodes: int) -> None:
+        """Copy to the CPU what was learnt: if the next iteration is interrupted, this is what is saved."""
+        named, optimizer = self.models.named_parameters(), self.optimizer.state_dict()
+        weights = {name: p.detach() for name, p in named if p.requires_grad or not self.args.model}
+        content = {"args": asdict(self.args), "episodes": episodes, "weights": weights}
+        self.content = tree_map(copy_to_cpu, content | {"optimizer": optimizer})
+
+    def save(self) -> None:
+        """Write a checkpoint and the model. Until the checkpoint is complete, the previous one stays."""
+        if RANK > 0:
+            return
+        self.writer.flush()  # first, so that the curves have no gap where training resumes
+        torch.save(self.content, self.path.with_suffix(".tmp"))
+        self.path.with_suffix(".tmp").replace(self.path)
+        if self.args.model:
+            self.models.load_state_dict(self.content["weights"], strict=False)  # after an interrupted update
+            self.models.actor.save_pretrained(self.path.parent / "model")
+            self.task.tokenizer.save_pretrained(self.path.parent / "model")
+
+    def log(self, episodes: int, metrics: dict[str, float], samples: dict) -> None:
+        """Log an iteration or an evaluation; print evaluations, and all else every five seconds."""
+        if RANK > 0:
+            return
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, episodes)
+        with self.completions.open("a", encoding="utf-8") as file:
+            for values in zip(*samples.values(), strict=True):
+                sample = {"episodes": episodes} | dict(zip(samples, values, strict=True))
+                file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+        shown = [f"{name} {value:.3g}" for name, value in metrics.items() if name in SHOWN or "eval/" in name]
+        now, done = time.monotonic(), episodes - self.start
+        if now - self.last_print < 5 and "eval/" not in " ".join(shown):
+            return
+        self.last_print = now
+        if done:
+            minutes = (now - self.start_time) / done * (self.args.total_episodes - episodes) / 60
+            shown.append(f"{minutes:.0f} min left")
+        print(f"{episodes:>9,} responses", *shown, sep="  ", flush=True)
+        if samples:
+            prompt, response = str(samples["row"][0]["prompt"])[-200:], samples["response"][0][-200:]
+            print(f"{'':10}{prompt!r} -> {response!r}, reward {samples['reward'][0]:.3g}", flush=True)
+
+    def finish(self) -> None:
+        """Save, close the log, and say how to continue."""
+        self.save()
+        if RANK == 0:
+            self.writer.close()
+            names = self.args.reward_function
+            functions = f" --reward-function {' '.join(names)}" if names else ""
+            print("curves     tensorboard --logdir runs")
+            print(f"resume     python {sys.argv[0]} --resume {self.path}{functions}", flush=True)
+        if PROCESSES > 1:
+            dist.destroy_process_group()
 
 
-def start_log(path: Path, args: Args, episodes: int) -> SummaryWriter | None:
-    """TensorBoard's writer, for the first process. What an earlier run logged from here on is removed."""
-    if RANK > 0:
-        return None
-    if args.track:
-        import wandb
-
-        wandb.init(name=path.parent.name, config=asdict(args), sync_tensorboard=True)
-    writer = SummaryWriter(str(path.parent), purge_step=episodes)
-    settings = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
-    writer.add_text("settings", f"|setting|value|\n|-|-|\n{settings}")
-    completions = path.with_name("completions.jsonl")
-    if completions.exists():
-        with completions.open(encoding="utf-8") as file:
-            kept = [line for line in file if json.loads(line)["episodes"] < episodes]
-        completions.write_text("".join(kept), encoding="utf-8")
-    return writer
+def copy_to_cpu(x: Any) -> Any:
+    """A copy of a tensor; anything else as it is."""
+    return x.to("cpu", copy=True) if isinstance(x, Tensor) else x
 
 
-def log(writer: SummaryWriter | None, episodes: int, metrics: dict[str, float], samples: dict) -> None:
-    """Write an iteration's metrics and responses; print some metrics, and the end of the first response."""
-    if writer is None:
-        return
-    for name, value in metrics.items():
-        writer.add_scalar(name, value, episodes)
-    writer.flush()  # a thread writes them, which does not outlive the process
-    with open(Path(writer.log_dir, "completions.jsonl"), "a", encoding="utf-8") as file:
-        for values in zip(*samples.values(), strict=True):
-            sample = {"episodes": episodes} | dict(zip(samples, values, strict=True))
-            file.write(json.dumps(sample, ensure_ascii=False) + "\n")
-    shown = [f"{name} {value:.3f}" for name, value in metrics.items() if name in SHOWN or "eval/" in name]
-    shown += [repr(text[-60:]) for text in samples.get("response", [])[:1]]
-    print(f"{time.strftime('%H:%M:%S')} {episodes:>9,} responses", *shown, sep="  ", flush=True)
+def load_checkpoint(path: str) -> tuple[Args, dict]:
+    """The settings and the whole content of a checkpoint. Raises `ValueError` for any other file."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        known = {name: value for name, value in content["args"].items() if hasattr(Args, name)}
+        if len(content["optimizer"]["param_groups"]) != NETWORKS:
+            raise LookupError
+        return Args(**known), content
+    except (pickle.UnpicklingError, EOFError, RuntimeError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is not a checkpoint of this script") from error
 
 
-def save(path: Path, args: Args, models: Models, optimizer: Adam, *state: Any) -> None:
-    """Write a checkpoint; with --model, of trained weights. Until it is complete, the previous one stays."""
-    if RANK == 0:
-        parameters = models.named_parameters()
-        weights = {name: p.detach() for name, p in parameters if p.requires_grad or not args.model}
-        content = {"args": asdict(args), "state": state, "weights": weights}
-        torch.save(content | {"optimizer": optimizer.state_dict()}, path.with_suffix(".tmp"))
-        path.with_suffix(".tmp").replace(path)
-
-
-def resume(args: Args, models: Models, optimizer: Adam) -> tuple:
-    """Restore the weights and the optimizer of the checkpoint that --resume names. Returns its state."""
-    content = torch.load(args.resume, map_location="cpu", weights_only=True)
+def restore(path: str, models: Models, optimizer: Adam) -> int:
+    """Continue the training in which this checkpoint was saved. Returns the number of responses so far."""
+    _, content = load_checkpoint(path)
     models.load_state_dict(content["weights"], strict=False)
     optimizer.load_state_dict(content["optimizer"])
-    return content["state"]
+    return content["episodes"]
 
 
 def check_args(args: Args) -> None:
-    """Raise ValueError for settings that cannot be right."""
-    if args.batch_size % (args.num_minibatches * PROCESSES):
-        raise ValueError("--batch-size must be a multiple of --num-minibatches x processes")
-    if args.temperature <= 0 or not 0 <= args.gae_lambda <= 1:
-        raise ValueError("--temperature must be above 0, and --gae-lambda from 0 to 1")
-    if args.model and not (args.prompts and (args.reward_model or args.reward_function)):
-        raise ValueError("--model needs --prompts, and --reward-model or --reward-function")
-    if not args.model and (args.prompts or args.reward_model or args.reward_function or args.lora_rank):
-        raise ValueError("--prompts, --reward-model, --reward-function and --lora-rank need --model")
-    for name in args.reward_function:
-        pkgutil.resolve_name(name)
-    for path in filter(None, (args.prompts, args.eval_prompts)):
-        read_rows(path)
+    """Raise `ValueError` for invalid settings."""
+    sizes: list[float] = [args.batch_size, args.update_epochs, args.num_minibatches, args.eval_every]
+    sizes += [args.micro_batch_size, args.generation_batch_size, args.max_response_length]
+    rates = args.learning_rate, args.critic_learning_rate, args.kl_coef
+    judged = args.reward_model or args.reward_function
+    devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    for wrong, reason in [
+        (args.seed < 0 or min(rates) < 0, "--seed, learning rates and --kl-coef must not be negative"),
+        (min(*sizes, args.total_episodes) < 1, "sizes and numbers must be at least 1"),
+        (args.batch_size % (args.num_minibatches * PROCESSES),
+         "--batch-size must be a multiple of --num-minibatches x processes"),
+        (args.temperature <= 0, "--temperature must be above 0"),
+        (not 0 <= args.gae_lambda <= 1, "--gae-lambda must be from 0 to 1"),
+        (args.model and not (args.prompts and judged),
+         "--model needs --prompts, and --reward-model or --reward-function"),
+        (not args.model and (args.prompts or judged or args.lora_rank),
+         "--prompts, --reward-model, --reward-function and --lora-rank need --model"),
+        (not args.model and args.max_response_length > 24, "--max-response-length above 24 needs --model"),
+        (args.model and Path(args.model, "adapter_config.json").exists(),
+         f"{args.model} is an adapter: merge it first, as docs/language_models.md shows"),
+        (args.lora_rank and not find_spec("peft"), "--lora-rank needs: pip install peft"),
+        (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
+        (not devices.get(args.device.split(":")[0]), f"--device {args.device} is not there; use cpu"),
+    ]:  # fmt: skip
+        if wrong:
+            raise ValueError(reason)
 
 
 def parse_args() -> Args:
     """The settings of the command line; with --resume, the others are the checkpoint's."""
+    flags = [word.partition("=")[0] for word in sys.argv]
+    if flags.count("--reward-function") > 1:
+        raise ValueError("--reward-function takes several functions, one after the other")
     parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [")[0])
-    args = parse()
+    args = parse(default=PRETRAINED if "--model" in flags else Args())
     if args.resume:
-        saved = torch.load(args.resume, weights_only=True, mmap=True)["args"]
-        saved["reward_function"] = ()  # only the command line says which function to import
-        args = parse(default=Args(**saved))
-    elif args.model:
-        args = parse(default=PRETRAINED)
-    check_args(args)
+        saved, _ = load_checkpoint(args.resume)
+        args = parse(default=replace(saved, reward_function=(), track=False))
+        if saved.reward_function and not args.reward_function:
+            names = " ".join(saved.reward_function)
+            raise ValueError(f"{args.resume} needs --reward-function {names}, if you trust it")
     return args
 
 
 def main() -> None:
-    """The command line. Exit status: 2 for what cannot be right."""
+    """The command line. Invalid settings and files end with exit status 2."""
     sys.path.append(".")  # where the `module:` of --reward-function is looked for, too
     try:
         args = parse_args()
+        check_args(args)
+        task = load_task(args) if args.model else None
     except (ValueError, OSError, ImportError, AttributeError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
-    train(args)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: save, and stop
+    train(args, task)
 
 
 if __name__ == "__main__":

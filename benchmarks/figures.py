@@ -20,6 +20,8 @@ from experiments import EXPERIMENTS, FIGURES, ROOT, Task
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+from minutes import LIBRARIES, MINUTES
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from report import VARIANTS, load, name_of, select
@@ -76,7 +78,8 @@ def learning_curves(
 
 def figures(results: pd.DataFrame) -> dict[str, Figure]:
     """All figures, by name."""
-    made = {"objective": objective_figure(), "gae": gae_figure(), "speed": speed_figure()}
+    made = {"objective": objective_figure(), "gae": gae_figure()}
+    made |= {"speed": speed_figure(), "minutes": minutes_figure()}
     for name, study in experiments.STUDIES.items():
         labels = {experiment: EXPERIMENTS[experiment].label for experiment in study.experiments}
         panels = [(task, quantity) for quantity in study.quantities for task in study.tasks]
@@ -109,6 +112,26 @@ def speed_figure() -> Figure:
         axes.grid(axis="y", visible=False)
         axes.set_title(f"{env_id}, N = {found.num_envs.iloc[0]:,}", fontsize="medium")
         axes.set_xlabel("steps per second")
+    return figure
+
+
+def minutes_figure() -> Figure:
+    """Return against minutes: a panel for each task, a line for each seed."""
+    figure = Figure(figsize=(8, 2.9), layout="constrained")
+    tasks = pd.read_csv(MINUTES).groupby(["env_id", "steps"], sort=False)
+    for axes, (task, found) in zip(figure.subplots(1, 3), tasks, strict=True):
+        for index, library in enumerate(LIBRARIES):
+            for i, row in enumerate(found[found.library == library].itertuples()):
+                x, y = (np.array(text.split(), float) for text in (row.minutes, row.returns))
+                label = library if i == 0 else None
+                axes.plot(x, y, color=COLORS[index], linestyle=STYLES[index], label=label)
+        axes.set_title(name_of(task), fontsize="medium")
+        axes.set(xscale="log", xlabel="minutes of one core")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
+    figure.axes[0].set_ylabel(AXIS["return"])
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 

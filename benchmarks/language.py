@@ -70,7 +70,7 @@ def accuracy(rows: list[dict], texts: list[str]) -> torch.Tensor:
 TOKEN_REWARDS = rlhf.token_rewards
 FAULTS = {"": {}, "k3 in the reward": {"token_rewards": k3_in_reward}}  # in the place of the script's
 JUDGES = {"reviews": rlhf.tastes, "sums": accuracy}  # of held-out responses
-TAGS = {rlhf: ("objective/scores", "response/length"), grpo: ("reward", "completions/mean_length")}
+LONGEST = {"reviews": 8, "sums": 24}  # tokens of a response
 TEN = (1, 2, 3, 4, 5, 11, 12, 13, 14, 15)
 STUDIES = [  # what matters most is first
     Study("ppo-reviews", rlhf, "reviews", seeds=TEN),
@@ -89,7 +89,6 @@ STUDIES = [  # what matters most is first
     ),
     Study("k3-in-reward", rlhf, "reviews", "--kl-coef 0.5", (1, 2), "k3 in the reward"),
     *(Study(f"ppo-beta-{beta}", rlhf, "reviews", f"--kl-coef {beta}", (1, 2)) for beta in (0.01, 0.002)),
-    Study("iterated-0.002", rlhf, "reviews", "--kl-coef 0.002 --reward-model-updates 20", (1, 2)),
 ]
 
 
@@ -103,7 +102,7 @@ def base_models(task: str, seed: int) -> tuple[rlhf.Models, rlhf.Task]:
     head = torch.nn.Linear(made.actor.norm.normalized_shape[0], 1)
     torch.nn.init.zeros_(head.weight)
     critic = rlhf.ScalarModel(copy.deepcopy(made.actor), head)
-    return rlhf.Models(made.actor, critic, made.reference, None), rlhf.Task(*sums, [])
+    return rlhf.Models(made.actor, critic, made.reference, None), rlhf.Task(*sums)
 
 
 def for_grpo(models: rlhf.Models, task: rlhf.Task, args: grpo.Args) -> tuple[grpo.Models, grpo.Task]:
@@ -124,8 +123,7 @@ class Recorder:
 
     def __init__(self, script: Any, args: Any, judge: Any):
         self.script, self.args, self.judge = script, args, judge
-        self.evaluate_policy, self.write_log = script.evaluate, script.log
-        self.score, self.length = TAGS[script]
+        self.evaluate_policy, self.write_log = script.evaluate, script.Run.log
         self.episodes, self.tokens, self.seconds, self.resumed = 0, 0.0, 0.0, 0.0
         self.recent: list[tuple[float, float]] = []  # score and KL of each iteration since the last point
         self.points: list[dict[str, Any]] = []
@@ -147,38 +145,39 @@ class Recorder:
         self.resumed = time.process_time()
         return metrics
 
-    def log(self, writer: Any, episodes: int, metrics: dict[str, float], samples: dict) -> None:
+    def log(self, run: Any, episodes: int, metrics: dict[str, float], samples: dict) -> None:
         """Log as the script does, and keep the metrics of an iteration."""
-        self.write_log(writer, episodes, metrics, samples)
+        self.write_log(run, episodes, metrics, samples)
         if samples:
             self.episodes = episodes + self.args.batch_size
-            self.tokens += metrics[self.length] * self.args.batch_size
-            self.recent.append((metrics[self.score], metrics.get("objective/kl", 0.0)))
+            self.tokens += metrics["completions/mean_length"] * self.args.batch_size
+            self.recent.append((metrics["reward"], metrics.get("objective/kl", 0.0)))
 
 
 def run_study(study: Study, seed: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One run: its row of results, and its points."""
     script = study.script
     args = tyro.cli(script.Args, args=[*study.flags.split(), "--seed", str(seed)])
-    args = replace(args, eval_every=SPACING // args.batch_size)
+    args = replace(args, eval_every=SPACING // args.batch_size, max_response_length=LONGEST[study.task])
     models, task = copy.deepcopy(base_models(study.task, seed))
     judge = JUDGES[study.task]
     recorder = Recorder(script, args, judge)
-    changes = {"evaluate": recorder.evaluate, "log": recorder.log} | FAULTS[study.fault]
+    changes = {"evaluate": recorder.evaluate} | FAULTS[study.fault]
     if script is grpo:
         made = for_grpo(models, task, args)
         changes["make_sums"] = lambda _: made
     else:
         changes |= {"make_reviews": lambda _: (models, task), "tastes": judge}
     silence, changed = contextlib.redirect_stdout(io.StringIO()), patch.multiple(script, **changes)
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), silence, changed:
+    logged = patch.object(script.Run, "log", lambda run, *values: recorder.log(run, *values))
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), silence, changed, logged:
         script.train(args)  # trains the models made above
-    passes, points = vars(args).get("update_epochs") or args.num_iterations, recorder.points
+    points = recorder.points
     result = {
         "kl_coef": args.kl_coef,
         "episodes": recorder.episodes,
         "tokens": round(recorder.tokens),
-        "gradient_steps": recorder.episodes // args.batch_size * passes * args.num_minibatches,
+        "gradient_steps": recorder.episodes // args.batch_size * args.update_epochs * args.num_minibatches,
         "seconds": round(recorder.seconds, 1),
         "gold_before": points[0]["gold"],
         "gold": points[-1]["gold"],

@@ -20,15 +20,14 @@ from scipy.interpolate import PchipInterpolator
 PAGE = HERE.parent / "docs/ppo_and_grpo.md"
 FRONTIER = "(ppo|grpo)-(reviews|beta-(1|0.5|0.2|0.05))$"  # studies, as patterns
 PLACEMENTS = "grpo-reviews|rloo|(ppo|grpo)-beta-0.5|k3"
-LOW = "ppo-reviews|ppo-beta|iterated"
+LOW = "ppo-reviews|ppo-beta"
 METHODS = {"PPO": "ppo", "GRPO": "grpo"}
 
 
 def load() -> tuple[pd.DataFrame, pd.DataFrame]:
     """The runs, with their J as a share of the highest optimum found for the seed and β; and their curves."""
     runs = pd.read_csv(RUNS).fillna({"flags": "", "fault": ""})
-    same_reward = runs[~runs.study.str.match("iterated")]
-    runs["best"] = same_reward.groupby(["seed", "kl_coef"]).objective_optimum.transform("max")
+    runs["best"] = runs.groupby(["seed", "kl_coef"]).objective_optimum.transform("max")
     runs["of_best"] = runs.objective / runs.best
     curves = pd.read_csv(CURVES).merge(runs, on=["study", "seed"], suffixes=("", "_at_end"))
     curves["share"] = (curves.score - curves.reference_score - curves.kl_coef * curves.kl) / curves.best

@@ -77,34 +77,35 @@ def name_of(task: Task) -> str:
     return f"{env_id}, {steps // 1_000_000}M" if steps % 1_000_000 == 0 else f"{env_id}, {steps // 1000}k"
 
 
-def published(env_id: str) -> str:
-    """The best return published for PPO, with a link, if there is one that we know of."""
-    if env_id not in experiments.PUBLISHED:
-        return ""
+def published(env_id: str, bold: bool) -> str:
+    """The best return published for PPO, with a link."""
     mean, std, source, about = experiments.PUBLISHED[env_id]
     text = f"{mean:.1f}" if std is None else f"{mean:.1f} ± {std:.1f}"
+    text = f"**{text}**" if bold else text
     return f"[{text}]({experiments.SOURCES[source]}) ({source}{about and ', '}{about})"
 
 
 def returns(results: pd.DataFrame, names: list[str], tasks: list[Task], peer: str) -> Iterator[Row]:
-    """Returns on each task, with the defaults and with flags, beside Stable-Baselines3 and published ones."""
+    """Returns on each task, with the defaults and with flags, beside Stable-Baselines3 and published ones.
+
+    Whatever has the highest mean, as it is printed, is bold.
+    """
     for task in tasks:
         for name in names:
             found, label = select(results, name, task), EXPERIMENTS[name].label
-            if len(found):
-                theirs = select(results, peer, task).greedy
-                ours, other = spread(found.greedy), spread(theirs)
-                if theirs.mean() > found.greedy.mean():
-                    other = f"**{other}**"
-                else:  # also where there is no other
-                    ours = f"**{ours}**"
-                yield {
-                    "environment, steps": name_of(task) + ("" if label == "the defaults" else f", {label}"),
-                    "last 100 training episodes": spread(found.training),
-                    "greedy": ours,
-                    "Stable-Baselines3 here": other,
-                    "best published": published(task[0]),
-                }
+            if not len(found):
+                continue
+            theirs, known = select(results, peer, task).greedy, task[0] in experiments.PUBLISHED
+            means = [found.greedy.mean(), theirs.mean(), experiments.PUBLISHED.get(task[0], [np.nan])[0]]
+            best = np.round(means, 1) == np.nanmax(np.round(means, 1))
+            ours, other = spread(found.greedy), spread(theirs)
+            yield {
+                "environment, steps": name_of(task) + ("" if label == "the defaults" else f", {label}"),
+                "last 100 training episodes": spread(found.training),
+                "greedy": f"**{ours}**" if best[0] else ours,
+                "Stable-Baselines3 here": f"**{other}**" if best[1] else other,
+                "best published": published(task[0], best[2]) if known else "",
+            }
 
 
 def atari_table(results: pd.DataFrame) -> Iterator[Row]:

@@ -114,6 +114,20 @@ def another_device(args):
     return Wrong(args, 0, lambda x: x.to("meta"))
 
 
+def info_too(args):
+    envs = Target(args)
+    step = envs.step
+    envs.step = lambda actions: (*step(actions), {})
+    return envs
+
+
+def reset_with_info(args):
+    envs = Target(args)
+    reset = envs.reset
+    envs.reset = lambda: (reset(), {})
+    return envs
+
+
 def float_ends(args):
     return Wrong(args, 3, lambda x: x.float())
 

@@ -25,6 +25,7 @@ from torch.optim import Adam
 import ppo
 import ppo_atari
 import ppo_continuous
+import ppo_lstm
 
 ROOT = Path(__file__).resolve().parent.parent
 D = 3  # numbers per observation
@@ -184,9 +185,11 @@ class Continuous(Case):
 
 
 DISCRETE, CONTINUOUS = Discrete(ppo), Continuous(ppo_continuous)
+LSTM = Discrete(ppo_lstm)  # of which test_lstm.py tests what differs: memory, rollout, batch, loss and update
 ATARI = Discrete(ppo_atari)  # of which test_atari.py tests what differs: networks, rollout and update
 each_script = pytest.mark.parametrize("case", [DISCRETE, CONTINUOUS], ids=repr)
-atari_too = pytest.mark.parametrize("case", [DISCRETE, CONTINUOUS, ATARI], ids=repr)
+memory_too = pytest.mark.parametrize("case", [DISCRETE, CONTINUOUS, LSTM], ids=repr)
+atari_too = pytest.mark.parametrize("case", [DISCRETE, CONTINUOUS, ATARI, LSTM], ids=repr)
 
 
 def random_ends(rng, steps, envs, chance):

@@ -10,6 +10,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of the script
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import grpo
 import ppo_rlhf as rlhf
@@ -17,14 +20,15 @@ import ppo_rlhf as rlhf
 STOP = 1
 LETTERS = ["<unknown>", "<stop>", *"abcdefghijklmnopqrstuvwxyz"]  # the tokens of the fixture `folder`
 CALLS = []  # of `vowels`: rows and responses
-interrupt_at = None  # the number of the call of `vowels` at which the user presses Ctrl-C
+interrupt_at, stopped_by = None, KeyboardInterrupt  # the number of the call of `vowels` that raises this
 
 
 def vowels(rows, responses):
     """A reward function: a quarter for each vowel."""
-    CALLS.append((rows, responses))
+    if any(responses):  # not the trial before training
+        CALLS.append((rows, responses))
     if len(CALLS) == interrupt_at:
-        raise KeyboardInterrupt
+        raise stopped_by
     return [sum(letter in "aeiou" for letter in text) / 4 for text in responses]
 
 
@@ -36,7 +40,7 @@ def wanted(rows, responses):
 class Digits:
     """A tokenizer: each token is written as its number."""
 
-    eos_token_id = STOP
+    bos_token_id, eos_token_id = None, STOP
 
     def encode(self, text):
         return [int(word) for word in text.split()]
@@ -87,7 +91,7 @@ def random_batch(script, size=16, width=4, vocabulary=4):
     responses = to_responses([2, 3], rows, padding=1)
     noise = torch.randn(4, size, width, generator=generator)
     with torch.no_grad():
-        log_probs, _ = script.token_log_probs(random_gpt(1, vocabulary), responses, 1.0)
+        log_probs = script.token_log_probs(random_gpt(1, vocabulary), responses, 1.0)
         if script is grpo:
             others = log_probs + 0.3 * noise[0], log_probs + 0.3 * noise[1], noise[2, :, 0]
         else:
@@ -101,6 +105,17 @@ def rows_of(batch, rows):
     return type(batch)(*(column[rows] for column in batch))
 
 
+def groups_of(script, models):
+    """The trained parameters of each network, for an optimizer."""
+    networks = (models.actor, models.critic) if script is rlhf else (models.actor,)
+    return [{"params": [p for p in network.parameters() if p.requires_grad]} for network in networks]
+
+
+def pretrained(script, args):
+    """Models and task of a run with --model."""
+    return script.load_pretrained(args, script.load_task(args))
+
+
 def update(script, models, optimizer, batch, args):
     """`update` of a script."""
     return script.update(models if script is rlhf else models.actor, optimizer, batch, args)
@@ -110,7 +125,7 @@ def loss_of(script, models, batch, args):
     """The loss and the metrics of a whole minibatch."""
     if script is rlhf:
         return rlhf.ppo_loss(models, batch, batch.mask.sum(), args)
-    log_probs, _ = grpo.token_log_probs(models.actor, batch, args.temperature)
+    log_probs = grpo.token_log_probs(models.actor, batch, args.temperature)
     return grpo.grpo_loss(log_probs, batch, batch.mask.sum(), args)
 
 
@@ -119,16 +134,86 @@ def flat(parameters):
     return torch.cat([x.detach().double().flatten() for x in parameters])
 
 
+class OneDevice(TorchFunctionMode):
+    """A stand-in for a GPU: tensors that are made for "mps" live on the CPU, but meet only each other.
+
+    As on a GPU, single numbers and indices may come from the CPU.
+    """
+
+    def __enter__(self):
+        self.checks = OneDeviceChecks()
+        self.checks.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.checks.__exit__(*error)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function == torch.Tensor.device.__get__:
+            return torch.device("mps") if is_marked(args[0]) else function(*args)
+        if function in (torch.Tensor.to, torch.Tensor.cpu):
+            names = [str(x) for x in (*args[1:], kwargs.get("device"))]
+            target = (
+                "cpu"
+                if function is torch.Tensor.cpu
+                else next((x for x in names if x in ("cpu", "mps")), None)
+            )
+            if target is not None:
+                types = [x for x in args[1:] if isinstance(x, torch.dtype)]
+                copied = torch.Tensor.to(args[0].clone(), *types)
+                return mark(copied, target == "mps")
+        on_device = str(kwargs.get("device")) == "mps"
+        if on_device:
+            del kwargs["device"]
+        tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+        result = function(*args, **kwargs)
+        if on_device or any(map(is_marked, tensors)):
+            for x in tree_leaves(result):
+                if isinstance(x, torch.Tensor):
+                    mark(x, True)
+        return result
+
+
+class OneDeviceChecks(TorchDispatchMode):
+    """Its part that sees every operation, also of the backward pass."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        tensors = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, torch.Tensor)]
+        name = str(function)
+        if "aten.index" in name and "Tensor" in name:
+            tensors = tensors[:1]
+        marked = [is_marked(x) for x in tensors]
+        mixed = any(marked) and any(x.dim() and not seen for x, seen in zip(tensors, marked, strict=True))
+        if mixed and "copy" not in name:
+            raise RuntimeError(f"{name}: tensors on cpu and mps")
+        result = function(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and not any(x is other for other in tensors):
+                mark(x, any(marked) or is_marked(x))
+        return result
+
+
+def is_marked(tensor):
+    return getattr(tensor.untyped_storage(), "on_mps", False)
+
+
+def mark(tensor, on_mps):
+    tensor.untyped_storage().on_mps = on_mps
+    return tensor
+
+
 def share_of_an_update(script, folder):
     """Learn from a batch, or from every second response if there are two processes; save what comes of it."""
     args = script.Args(batch_size=16, num_minibatches=1, max_grad_norm=0.5)
     models = new_models(script)
-    optimizer = torch.optim.SGD([p for p in models.parameters() if p.requires_grad], 0.1)
+    optimizer = torch.optim.SGD(groups_of(script, models), 0.1)
     if script.PROCESSES > 1:
         with torch.no_grad():  # weights are equal once the processes are connected
             for parameter in models.parameters():
                 parameter.add_(script.RANK)
-        script.connect(models, args)
+        script.connect(models)
     batch = random_batch(script)
     share = rows_of(batch, torch.arange(script.RANK, 16, script.PROCESSES))
     results = {

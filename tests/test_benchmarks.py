@@ -234,7 +234,7 @@ def test_language_run(name, quick, monkeypatch):
     assert result.keys() <= set(language.RUN_COLUMNS.split())
     assert points[0].keys() <= set(language.CURVE_COLUMNS.split())
     assert [point["episodes"] for point in points] == [0, 2560, 5120]
-    assert 5120 < result["tokens"] <= 8 * 5120
+    assert 5120 < result["tokens"] <= language.LONGEST[study.task] * 5120
     assert result["gradient_steps"] == (40 if study.script is language.rlhf else 20)
 
 

@@ -20,9 +20,9 @@ from helpers import (
     call,
     checkpoint_in,
     curves,
-    each_script,
     flags,
     load,
+    memory_too,
     run,
     same,
 )
@@ -129,7 +129,7 @@ def test_help(case, tmp_path):
     assert len(re.findall(rf"^ +python .*{case.file}", out, re.MULTILINE)) == 3
 
 
-@each_script
+@memory_too
 def test_what_a_run_prints(case, trained, tmp_path):
     """What it does, progress, the evaluation, and a command that resumes as it stands.
 
@@ -154,7 +154,7 @@ def test_what_a_run_prints(case, trained, tmp_path):
     assert f"after {saved['state']['global_step']} of 600 steps" in resumed.out
 
 
-@each_script
+@memory_too
 def test_what_is_printed_before_an_episode_has_ended(case, tmp_path, monkeypatch):
     """No NaN, but why there is no return yet."""
     monkeypatch.setattr(case.script, "evaluate", lambda *_: np.zeros(1))  # its episode would end late
@@ -184,7 +184,7 @@ def test_a_copied_script_runs_alone(tmp_path):
     assert (folder / "mine.py").read_text() == (tmp_path / "mine.py").read_text()
 
 
-@each_script
+@memory_too
 @pytest.mark.parametrize(("word", "equal"), [("--seed=1", True), ("--seed=2", False), ("--async-envs", True)])
 def test_the_same_seed_gives_the_same_run(case, word, equal, trained, tmp_path):
     """Bit for bit, also where environments are processes; another seed does not."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import user_envs
 from gymnasium.vector import SyncVectorEnv
-from helpers import DISCRETE, call, checkpoint_in, each_script, flags, load, run
+from helpers import DISCRETE, call, checkpoint_in, each_script, flags, load, memory_too, run
 from torch import nn
 
 import ppo
@@ -17,7 +17,7 @@ import ppo
 SPACES = "vector", "discrete", "dict", "image"
 
 
-@each_script
+@memory_too
 def test_environments_that_reset_in_the_same_step_are_refused(case, tmp_path, monkeypatch):
     """Whatever made them: a rollout needs the last observation in a row of its own. Nothing is written."""
 
@@ -44,7 +44,7 @@ def test_processes_have_their_own_random_numbers():
     np.testing.assert_array_equal(*seen)
 
 
-@each_script
+@memory_too
 def test_each_environment_is_closed(case, tmp_path):
     """Those that train, that is evaluated, and those that are only looked at."""
     run(case, tmp_path)
@@ -105,7 +105,7 @@ def test_a_changed_policy_is_what_plays(case, tmp_path, monkeypatch):
     assert policy(obs) == pytest.approx(np.asarray(expected), abs=1e-5)
 
 
-@each_script
+@memory_too
 def test_an_evaluation_repeats(case, trained, tmp_path):
     """It gives the returns that training ended with, changes nothing, and depends on the seed."""
     done, results = trained(case), []
@@ -151,7 +151,7 @@ def test_an_endless_evaluation(trained, tmp_path):
 
 
 @pytest.mark.slow
-@each_script
+@memory_too
 def test_video(case, trained, tmp_path):
     """A file for each episode, in the run's folder, which is named."""
     torch.save(load(trained(case).checkpoint), tmp_path / "checkpoint.pt")
@@ -163,7 +163,7 @@ def test_video(case, trained, tmp_path):
     assert len(list((tmp_path / folder).glob("*.mp4"))) == 2
 
 
-@each_script
+@memory_too
 def test_train_returns_results(case, tmp_path, monkeypatch):
     """The checkpoint, the training return, and the returns of the evaluation's episodes; or it raises."""
     monkeypatch.chdir(tmp_path)

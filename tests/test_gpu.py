@@ -107,21 +107,23 @@ def test_pendulums_are_gymnasiums():
         assert values.mean().item() == pytest.approx(0, abs=0.03 * bound)
 
 
+VECTOR, MATRIX = "torch.float32 [16] on cpu", "torch.float32 [16, 2] on cpu"
 WRONG = {
-    "numpy_rewards": "rewards as ndarray, not as torch.float32 [16] on cpu",
-    "another_shape": "rewards as torch.float32 [16, 1] on cpu, not as torch.float32 [16] on cpu",
-    "another_device": "observations as torch.float32 [16, 2] on meta, not as torch.float32 [16, 2] on cpu",
-    "float_ends": "truncated as torch.float32 [16] on cpu, not as torch.bool [16] on cpu",
+    "numpy_rewards": f"rewards must be {VECTOR}, not ndarray",
+    "another_shape": f"rewards must be {VECTOR}, not torch.float32 [16, 1] on cpu",
+    "another_device": f"observations must be {MATRIX}, not torch.float32 [16, 2] on meta",
+    "float_ends": f"truncated must be torch.bool [16] on cpu, not {VECTOR}",
+    "info_too": "step must return 5 tensors, not 6",
+    "reset_with_info": f"what reset returns must be {MATRIX}, not tuple",
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_environments(name, tmp_path):
-    """What `step` returns is checked at once: one sentence, exit status 2, and no folder."""
+    """What `reset` and `step` return is checked at once: one sentence, exit status 2, and no folder."""
     done = call(tmp_path, **SMALL, env_id=f"gpu_envs:{name}")
     assert (done.status, done.out, list(tmp_path.iterdir())) == (2, "", [])
-    assert done.err.startswith(f"ppo_gpu.py: gpu_envs:{name}: step returns {WRONG[name]}")
-    assert done.err.count("\n") == 1
+    assert done.err == f"ppo_gpu.py: gpu_envs:{name}: {WRONG[name]}\n"
 
 
 # Rollout and batch
@@ -177,7 +179,7 @@ def test_a_rollout_is_the_script():
     rollouts, found, noise = [], [], []
     for i in range(8):
         with torch.no_grad():
-            rollout, obs = ppo.collect_rollout(envs, partial(ppo.act, agent), 5, obs)
+            rollout = ppo.collect_rollout(envs, partial(ppo.act, agent), obs, args)
             policy = agent.policy(agent.normalize(rollout.obs))
         torch.testing.assert_close(rollout.log_probs, ppo.log_prob(policy, rollout.actions))
         means, log_stds = policy.chunk(2, -1)
@@ -313,11 +315,11 @@ def rates(folder):
 
 
 def test_learning_rates(tmp_path):
-    """Linear to 0; with --desired-kl, times or over 1.5 after each iteration, at most the schedule."""
+    """Linear to 0; with --desired-kl, times or over 1.5 after each iteration, up to the schedule."""
     run(tmp_path / "a", learning_rate=0.01)
     assert rates(tmp_path / "a") == pytest.approx([0.01 * (1 - i / 8) for i in range(8)])
     run(tmp_path / "b", learning_rate=0.01, desired_kl=1e-9)
-    assert rates(tmp_path / "b") == pytest.approx([0.01 / 1.5 ** (i + 1) for i in range(8)])
+    assert rates(tmp_path / "b") == pytest.approx([0.01 / 1.5**i for i in range(8)])
     run(tmp_path / "c", learning_rate=0.01, desired_kl=1000.0)
     assert rates(tmp_path / "c") == pytest.approx([0.01 * (1 - i / 8) for i in range(8)])
 
@@ -370,18 +372,12 @@ class Graph(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def same_random_numbers(*_):
-    """Trial runs on a GPU draw random numbers. Here they are put back, so that runs can be compared."""
-    state = torch.get_rng_state()
-    yield
-    torch.set_rng_state(state)
-
-
-@contextlib.contextmanager
-def record_in(graph, stream):
+def record_in(graph):
     """Operations in here are recorded, and have no effect."""
-    with same_random_numbers(), graph:
+    state = torch.get_rng_state()
+    with graph:
         yield
+    torch.set_rng_state(state)
     with torch.no_grad():
         for x, before in reversed(graph.overwritten):
             x.detach().copy_(before)
@@ -392,24 +388,21 @@ def record_in(graph, stream):
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """`recorded` as on a GPU, with stand-ins for what it uses of torch.cuda."""
-    text = inspect.getsource(ppo.recorded)
-    assert text.count("if not values[0].is_cuda:") == 1
-    namespace = dict(vars(ppo))
-    exec(text.replace("not values[0].is_cuda", "False"), namespace)
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    fakes = {"Stream": lambda: stream, "current_stream": lambda: stream, "stream": same_random_numbers}
-    for name, fake in (fakes | {"CUDAGraph": Graph, "graph": record_in}).items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(ppo, "recorded", namespace["recorded"])
+    """`record` as on a GPU, with stand-ins for what it uses of torch.cuda."""
+    text, on_gpu = inspect.getsource(ppo.record), ' and args.device == "cuda"'
+    assert text.count(on_gpu) == 1
+    exec(text.replace(on_gpu, ""), vars(ppo), namespace := {})
+    monkeypatch.setattr(ppo, "record", namespace["record"])
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", record_in)
 
 
 @pytest.mark.parametrize("env_id", ["Pendulum", SCRIPTED])
 def test_graphs_change_nothing(env_id, tmp_path, cuda):
     """Training with recorded functions gives the same checkpoint and curves, bit for bit.
 
-    It fails if results are kept without a copy, if a trial run leaves a trace, if memory is replaced that a
-    graph uses, if a number that changes is not a tensor, or if a recorded function reads the device.
+    It fails if results are kept without a copy, if memory is replaced that a graph uses, if a number that
+    changes is not a tensor, or if a recorded function reads the device.
     """
     settings = {"env_id": env_id, "max_grad_norm": 0.3, "total_timesteps": 16 * 8 * 10}
     _, plain = run(tmp_path / "a", "--no-cuda-graphs", **settings)
@@ -422,6 +415,30 @@ def test_graphs_change_nothing(env_id, tmp_path, cuda):
         assert same(one[name], other[name]), name
     assert same(one["optimizer"]["state"], other["optimizer"]["state"])
     assert curves(plain.parent) == curves(graphs.parent)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("env_id", ["Pendulum", "gpu_envs:Target"])
+def test_graphs_on_a_gpu(env_id, tmp_path):
+    """Recorded functions and ordinary ones learn alike from the same data."""
+    torch.set_default_device("cuda")
+    try:
+        finals = []
+        for graphs in (True, False):
+            args = make_args(env_id="Pendulum", device="cuda", cuda_graphs=graphs)
+            agent = ppo.Agent(args, 3, 3, 1)
+            agent.load_state_dict(make_agent(args, (3, 3, 1)).state_dict())
+            optimizer = Adam(agent.parameters(), 1e-3, eps=1e-5, fused=True, capturable=True)
+            rollout = random_rollout(args, agent, 5)
+            sums = torch.zeros(3, args.num_envs)
+            _, prepare, epoch = ppo.record(ppo.Pendulums(args), agent, optimizer, None, sums, args)
+            for _ in range(3):
+                batch, _ = prepare(*rollout)
+                epoch(torch.arange(len(batch.obs)), *batch)
+            finals.append(weights(agent))
+        torch.testing.assert_close(*finals, rtol=1e-3, atol=1e-4)
+    finally:
+        torch.set_default_device(None)
 
 
 # Runs
@@ -473,6 +490,17 @@ def test_a_run_that_was_stopped_resumes_as_if_it_had_not_been(trained, tmp_path,
     resumed, whole = curves(path.parent), curves(trained.path.parent)
     whole["charts/episodic_return_100"] = resumed["charts/episodic_return_100"] = None  # of this process
     assert resumed == whole
+
+
+def test_resuming_with_other_environments(trained, tmp_path):
+    """Of another number: their episodes are new, and the rest continues; on a CPU, also if a GPU began."""
+    path, content = tmp_path / "checkpoint.pt", load(trained.path)
+    content["optimizer"]["param_groups"][0]["capturable"] = True  # as on a GPU
+    torch.save(content, path)
+    done = call(tmp_path, "--resume", path, num_envs=32, total_timesteps=7680 + 512)
+    assert (done.status, done.err) == (0, "")
+    assert load(path)["agent"]["obs_moments.count"] == load(path)["state"]["global_step"] == 7680 + 512
+    assert not load(path)["optimizer"]["param_groups"][0]["capturable"]
 
 
 def test_a_policy_acts_as_in_training(trained):
@@ -533,7 +561,6 @@ REFUSALS = {
     "--total-timesteps 1000": "--total-timesteps must be at least 16384",
     "--device gpu": "use cpu",
     "--env-id no_module:f": "no_module",
-    "--env-id gpu_envs:nothing": "nothing",
     "--resume none.pt": "none.pt",
     "--resume gpu_envs.py": "is not a checkpoint",
 }

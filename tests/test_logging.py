@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 import user_envs
-from helpers import CONTINUOUS, DISCRETE, call, checkpoint_in, curves, each_script, load, run
+from helpers import CONTINUOUS, DISCRETE, call, checkpoint_in, curves, each_script, load, memory_too, run
 
 STATISTICS = {"": np.mean, "_std": np.std, "_min": np.min, "_max": np.max}
 
 
-@each_script
+@memory_too
 def test_episodes(case, tmp_path):
     """Returns and lengths of the episodes that ended in an iteration, as the environment saw it."""
-    run(case, tmp_path, num_envs=1, num_steps=128, total_timesteps=1000)
+    run(case, tmp_path, num_envs=1, num_minibatches=1, num_steps=128, total_timesteps=1000)
     path = checkpoint_in(tmp_path)
     data, end = curves(path.parent), 0
     episodes, recent = user_envs.LOG["episodes"], []

@@ -24,9 +24,15 @@ import ppo
 import ppo_atari
 import ppo_continuous
 import ppo_gpu
+import ppo_lstm
 import ppo_rlhf
 
-SCRIPTS = {"ppo.py": ppo, "ppo_continuous.py": ppo_continuous, "ppo_atari.py": ppo_atari}
+SCRIPTS = {
+    "ppo.py": ppo,
+    "ppo_continuous.py": ppo_continuous,
+    "ppo_atari.py": ppo_atari,
+    "ppo_lstm.py": ppo_lstm,
+}
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = (
     "README.md",
@@ -38,7 +44,9 @@ PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
 README, METRICS, VARIANTS = PAGES["README.md"], PAGES["docs/metrics.md"], PAGES["docs/scripts.md"]
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README + PAGES["docs/recipes.md"], re.DOTALL | re.MULTILINE)
 PROGRAMS = [text for language, text in BLOCKS if language == "python"]
-COMMANDS = [line for language, text in BLOCKS if language == "sh" for line in text.splitlines()]
+COMMANDS = [
+    line for language, text in BLOCKS if language == "sh" for line in re.findall("^[^#].*", text, re.M)
+]
 SET_UP = [line for line in COMMANDS if re.match(r"(python3 -m venv|source|pip) ", line)]
 LOOPS = [line for line in COMMANDS if line.startswith("for ")]
 CALLS = [line for line in COMMANDS if re.match(r"python (ppo\w*|plot)\.py", line)]
@@ -163,7 +171,7 @@ def test_every_flag_exists():
     flags = {f"--{prefix}{name.replace('_', '-')}" for name in names for prefix in ("", "no-")}
     others = {"--help", "--compare", "--torch-backend", "--nproc-per-node", "--fix", "--check", "--logdir"}
     others |= {"--fast", "--lowest"}  # .ci/run
-    others |= {"--only", "--store", "--dry-run", "--peers", "--cleanrl"}  # benchmarks
+    others |= {"--only", "--store", "--run", "--dry-run", "--peers", "--cleanrl"}  # benchmarks
     for name, text in PAGES.items():
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= flags | others, name
 
@@ -229,10 +237,10 @@ each_script = pytest.mark.parametrize("name", parameters(list(SCRIPTS)))
 
 @each_script
 def test_every_metric_is_documented(name, folder, tmp_path):
-    """Each tag that a script writes has a row. `folder` has runs of the scripts that need no game."""
-    if name == "ppo_atari.py":
+    """Each tag that a script writes has a row. `folder` has runs of `ppo.py` and `ppo_continuous.py`."""
+    if name in ("ppo_atari.py", "ppo_lstm.py"):
         folder = tmp_path
-        call(name, folder, *shortened(ppo_atari))
+        call(name, folder, *shortened(SCRIPTS[name]))
     tags = tags_in(next(folder.glob(f"runs/*/{name}")).parent)  # the copy of the script
     assert len(tags) > 10
     assert tags <= documented_tags()

@@ -19,6 +19,7 @@ from helpers import (
     each_script,
     flags,
     load,
+    memory_too,
     run,
     same,
 )
@@ -37,7 +38,7 @@ def resume(case, path, *words, **settings):
     return load(path), curves(path.parent)
 
 
-@each_script
+@memory_too
 def test_a_checkpoint_is_complete(case, trained, tmp_path):
     """It loads without executing code: settings, weights, normalisers, optimizer and random state."""
     path = trained(case).checkpoint
@@ -55,7 +56,7 @@ def test_a_checkpoint_is_complete(case, trained, tmp_path):
     assert sorted(file.name[:6] for file in path.parent.iterdir()) == ["checkp", "events", case.file[:6]]
 
 
-@each_script
+@memory_too
 def test_two_resumes_are_identical(case, trained, tmp_path):
     """What follows a checkpoint is the same, bit for bit, also where an earlier attempt went further.
 
@@ -121,7 +122,7 @@ def test_adapted_coefficients_continue(tmp_path):
 # Runs that stop early
 
 
-@each_script
+@memory_too
 @pytest.mark.parametrize("fault", ["SIGINT", "SIGTERM"])
 def test_a_signal_saves_and_ends(case, fault, tmp_path):
     """The last whole iteration is saved, the command to resume is printed, and nothing is evaluated."""
@@ -138,7 +139,7 @@ def test_a_signal_saves_and_ends(case, fault, tmp_path):
     assert after["state"]["global_step"] >= steps + 150
 
 
-@each_script
+@memory_too
 def test_an_interrupted_update_is_not_saved(case, tmp_path, monkeypatch):
     """The checkpoint is of the last whole iteration, however far the next one has come."""
     ppo_loss, contents = case.script.ppo_loss, []
@@ -168,7 +169,7 @@ FAULTS = {
 }
 
 
-@each_script
+@memory_too
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_goes_wrong_is_shown_and_not_saved(case, fault, trained, tmp_path):
     """An environment's exception as it is, or that a loss is not finite; then the command to resume."""

@@ -18,6 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -113,7 +114,7 @@ def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -
     gaps = {
         name: (ours[name].double() - theirs[name].double()).abs().max().item()
         for name in ours.keys() & theirs.keys()
-        if not torch.equal(ours[name], theirs[name])
+        if not np.array_equal(ours[name], theirs[name], equal_nan=True)
     }
     if gaps:
         worst = max(gaps, key=gaps.__getitem__)

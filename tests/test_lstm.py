@@ -1,0 +1,520 @@
+"""What is ppo_lstm.py's own: the memory of each episode, in acting and in learning."""
+
+import copy
+import itertools
+import json
+import math
+from dataclasses import replace
+from unittest import mock
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import scripted_envs
+import torch
+import user_envs
+from helpers import LSTM, call, checkpoint_in, curves, direct_gae, float64, load, normalized, run
+from torch.optim import SGD
+
+import ppo
+import ppo_lstm
+
+CELLS = "lstm", "gru"
+each_cell = pytest.mark.parametrize("cell", CELLS)
+SIZES = {"num_envs": 4, "num_steps": 11, "hidden_size": 8, "num_minibatches": 2, "update_epochs": 2}
+
+
+def make_args(**settings):
+    return replace(ppo_lstm.Args(env_id="scripted_envs:Scripted-v0"), **SIZES | settings)
+
+
+def make_agent(args, space=scripted_envs.Scripted.observation_space, num_actions=3, seed=0):
+    """An agent whose policy and values depend on what it remembers, with statistics of its own."""
+    torch.manual_seed(seed)
+    agent = ppo_lstm.Agent(args, space, num_actions)
+    with torch.no_grad():
+        for name, parameter in agent.named_parameters():
+            parameter.normal_(std=3 if name.startswith(("actor", "critic")) else 0.6)
+    agent.obs_moments.update(2 + 3 * torch.randn(50, *space.shape))
+    return agent
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def play(agent, obs, norm_obs=True):
+    """Policies [L, A] and values [L] of one episode, for raw observations [L, D]: a loop in float64."""
+    names = "weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"
+    w_in, w_out, b_in, b_out = (float64(getattr(agent.rnn, name)) for name in names)
+    encoder, out = agent.encoder[0], []
+    hidden = cell = np.zeros(w_out.shape[1])
+    for x in normalized(agent, obs, norm_obs):
+        x = np.tanh(float64(encoder.weight) @ x + float64(encoder.bias))
+        inner, outer = w_in @ x + b_in, w_out @ hidden + b_out
+        if isinstance(agent.rnn, torch.nn.LSTM):
+            i, f, g, o = np.split(inner + outer, 4)
+            cell = sigmoid(f) * cell + sigmoid(i) * np.tanh(g)
+            hidden = sigmoid(o) * np.tanh(cell)
+        else:
+            (r, z, n), (r_, z_, n_) = np.split(inner, 3), np.split(outer, 3)
+            update = sigmoid(z + z_)
+            hidden = (1 - update) * np.tanh(n + sigmoid(r + r_) * n_) + update * hidden
+        out.append(hidden)
+    features = np.array(out)
+    logits = features @ float64(agent.actor.weight).T + float64(agent.actor.bias)
+    values = features @ float64(agent.critic.weight)[0] + float64(agent.critic.bias)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True)), values
+
+
+def play_all(agent, obs, starts, norm_obs=True):
+    """Policies [T, N, A] and values [T, N] of rows [T, N, D], each episode played alone by `play`."""
+    policies = np.zeros((*obs.shape[:2], agent.actor.out_features))
+    values = np.zeros(obs.shape[:2])
+    for n in range(obs.shape[1]):
+        cuts = [0, *np.flatnonzero(starts[1:, n]) + 1, len(obs)]
+        for first, end in itertools.pairwise(cuts):
+            policies[first:end, n], values[first:end, n] = play(agent, obs[first:end, n], norm_obs)
+    return policies, values
+
+
+def collect(args, rollouts, between=lambda agent, rollout: None):
+    """The agent, and copies of consecutive rollouts. `between` is called after each."""
+    envs = ppo_lstm.make_envs(args)
+    space, num_actions = envs.single_observation_space, int(envs.single_action_space.n)
+    agent = make_agent(args, space, num_actions)
+    rollout = ppo_lstm.Rollout(args, space.shape[0], num_actions)
+    rollout.obs[-1], _ = envs.reset(seed=10)
+    copies = []
+    for _ in range(rollouts):
+        ppo_lstm.collect_rollout(envs, agent, rollout, args)
+        copies.append(copy.deepcopy(rollout))
+        between(agent, rollout)
+    envs.close()
+    return agent, copies
+
+
+def joined(copies, name):
+    """A column of consecutive rollouts as one, without the last row that the next rollout repeats."""
+    rows = len(copies[0].rewards)
+    return np.concatenate([np.asarray(getattr(rollout, name))[:rows] for rollout in copies])
+
+
+def first_states(obs):
+    """Where a scripted environment is at its first step: no step, and no action before it."""
+    return (obs[..., 2] == 0) & (obs[..., 3] == -1)
+
+
+# Acting
+
+
+@each_cell
+@pytest.mark.parametrize(
+    "settings", [{}, {"async_envs": True}, {"num_steps": 1, "num_minibatches": 1}], ids=str
+)
+def test_acting_remembers_the_episode_and_no_other(cell, settings):
+    """Policies and values of each row are those of its episode alone, over many rollouts and ends.
+
+    So memory goes on from one rollout to the next, and is reset at the first state of an episode. It is not
+    reset at the last state of the one before: its value, in a filler row, has its memory.
+    """
+    agent, copies = collect(make_args(cell=cell, **settings), 60 if "num_steps" in settings else 6)
+    obs, valid = joined(copies, "obs"), joined(copies, "valid")
+    assert 0.1 < first_states(obs).mean() < 0.5
+    assert 0.1 < 1 - valid.mean() < 0.5
+    policies, values = play_all(agent, obs, first_states(obs))
+    np.testing.assert_allclose(joined(copies, "policies"), policies, atol=2e-4)
+    np.testing.assert_allclose(joined(copies, "values"), values, atol=2e-4)
+    for rollout, following in itertools.pairwise(copies):  # the value of the state that the last step led to
+        np.testing.assert_allclose(rollout.values[-1], following.values[0], atol=1e-5)
+        np.testing.assert_array_equal(rollout.starts[-1], following.starts[0])
+    np.testing.assert_array_equal(joined(copies, "starts"), first_states(obs))
+
+
+@each_cell
+def test_the_stored_policy_is_the_one_that_acted(cell):
+    """Actions fit it: log π(a|s) is -H(π) on average, and each action is as frequent as it says."""
+    _, copies = collect(make_args(cell=cell, num_envs=8, num_steps=250), 2)
+    policies, actions = torch.tensor(joined(copies, "policies")), torch.tensor(joined(copies, "actions"))
+    chosen = torch.nn.functional.one_hot(actions, 3).float()
+    surprise = -(chosen * policies).sum(-1) + (policies.exp() * policies).sum(-1)
+    assert abs(surprise.mean()) < 4 * surprise.std() / math.sqrt(surprise.numel())
+    errors = (chosen - policies.exp()).flatten(0, 1)
+    assert (errors.mean(0).abs() < 4 * errors.std(0) / math.sqrt(len(errors))).all()
+    assert policies.exp().std((0, 1)).mean() > 0.1
+
+
+def test_a_bad_observation_is_named():
+    """NaN stops the run, also in the last state of an episode."""
+    for fault in ("nan reward", "nan observation", "nan at the end"):
+        kwargs = json.dumps({"fault": fault})
+        with pytest.raises(FloatingPointError, match="look at the environment"):
+            collect(make_args(env_id="user_envs:Walk-v0", env_kwargs=kwargs), 4)
+
+
+# Learning
+
+
+def random_sequences(steps, envs, seed=0, chance=0.3):
+    """Raw observations [T, N, D] and starts [T, N]."""
+    rng = np.random.default_rng(seed)
+    obs = rng.normal(2, 3, size=(steps, envs, 4)).astype(np.float32)
+    return obs, rng.random((steps, envs)) < chance
+
+
+def learn(agent, obs, starts, memory):
+    """The agent's policies and values for raw observations."""
+    obs = agent.normalize(torch.as_tensor(obs).type_as(memory))
+    return agent(obs, torch.as_tensor(starts), memory)
+
+
+@each_cell
+def test_learning_equals_each_episode_alone(cell):
+    """For all 256 ways in which episodes can start in 4 steps of 2 environments.
+
+    The first rows continue an episode whose earlier rows only the memory has seen.
+    """
+    agent = make_agent(make_args(cell=cell)).double()
+    before, _ = random_sequences(3, 2, seed=1)
+    obs, _ = random_sequences(4, 2)
+    no_start = np.zeros((3, 2), bool)
+    no_start[0] = True
+    _, memory = agent.remember(
+        agent.encoder(agent.normalize(torch.tensor(before).double())),
+        torch.zeros(2 if cell == "lstm" else 1, 2, 8).double(),
+    )
+    whole = np.concatenate([before, obs])
+    for pattern in itertools.product([False, True], repeat=8):
+        starts = np.reshape(pattern, (4, 2))
+        policies, values = play_all(agent, whole, np.concatenate([no_start, starts]))
+        policy, value = learn(agent, obs, starts, memory)
+        np.testing.assert_allclose(float64(policy), policies[3:], atol=1e-11)
+        np.testing.assert_allclose(float64(value), values[3:], atol=1e-11)
+
+
+@each_cell
+def test_acting_and_learning_are_the_same(cell):
+    """Learning gives the policies and values of acting, to rounding, while statistics and weights change."""
+    args, moved = make_args(cell=cell), []
+
+    def check(agent, rollout):
+        before = copy.deepcopy(agent.state_dict())
+        batch = ppo_lstm.make_batch(agent, rollout, args)
+        moved.append((agent.obs_moments.mean - before["obs_moments.mean"]).abs().min())
+        with torch.no_grad():
+            policy, values = agent(batch.obs, batch.starts, batch.memory)
+        np.testing.assert_allclose(policy, rollout.policies, atol=1e-4)
+        np.testing.assert_allclose(values, rollout.values[:-1], atol=1e-4)
+        np.testing.assert_array_equal(batch.old_policy, rollout.policies)
+        np.testing.assert_array_equal(batch.old_values, rollout.values[:-1])
+        metrics = ppo_lstm.update(agent, SGD(agent.parameters(), 1.0), batch, args, ppo_lstm.State(1e-3))
+        assert abs(metrics["first_approx_kl"]) < 1e-5
+
+    collect(args, 5, between=check)
+    assert min(moved) > 0
+
+
+@each_cell
+def test_the_first_step_has_no_kl(cell, tmp_path):
+    """KL before the first gradient step of each iteration is 0 to rounding, in a run with many ends."""
+    run(LSTM, tmp_path, cell=cell, total_timesteps=1500, learning_rate=0.01)
+    data = curves(checkpoint_in(tmp_path).parent)
+    assert len(data["losses/first_approx_kl"]) > 8
+    assert max(map(abs, data["losses/first_approx_kl"].values())) < 1e-6
+    assert min(data["losses/kl"].values()) > 1e-6
+
+
+@each_cell
+def test_episodes_do_not_leak(cell):
+    """Outputs depend on all earlier rows of their episode, and on no other: by gradients and by values."""
+    agent = make_agent(make_args(cell=cell)).double()
+    obs, starts = random_sequences(9, 3, seed=4)
+    obs, starts = torch.tensor(obs).double().requires_grad_(), torch.tensor(starts)
+    memory = torch.randn(2 if cell == "lstm" else 1, 3, 8).double().requires_grad_()
+    _, values = learn(agent, obs, starts, memory)
+    episodes = starts.cumsum(0)
+    for t, n in np.ndindex(9, 3):
+        grads = torch.autograd.grad(values[t, n], (obs, memory), retain_graph=True, allow_unused=True)
+        seen = grads[0].abs().sum(-1) > 0
+        expected = torch.zeros(9, 3, dtype=torch.bool)
+        expected[: t + 1, n] = episodes[: t + 1, n] == episodes[t, n]
+        assert torch.equal(seen, expected)
+        remembered = grads[1].abs().sum((0, 2)) > 0
+        assert remembered.tolist() == [i == n and episodes[t, n].item() == 0 for i in range(3)]
+        changed = torch.where(expected.unsqueeze(-1), obs, 99.0)
+        kept = torch.where(remembered.unsqueeze(-1), memory, -9.0)
+        assert learn(agent, changed, starts, kept)[1][t, n].item() == pytest.approx(
+            values[t, n].item(), abs=1e-12
+        )
+
+
+def rollout_of(args):
+    """The agent, a rollout that continues another one, and its batch."""
+    agent, copies = collect(args, 3)
+    return agent, copies[-1], ppo_lstm.make_batch(copy.deepcopy(agent), copies[-1], args)
+
+
+@each_cell
+def test_batch(cell):
+    """All columns of a rollout. At a time limit, the value of the last state counts, with its memory."""
+    args = make_args(cell=cell, norm_rewards=False, gamma=0.9, gae_lambda=0.8, num_steps=30)
+    agent, copies = collect(args, 3)
+    rollout = copies[-1]
+    batch = ppo_lstm.make_batch(copy.deepcopy(agent), rollout, args)
+    assert (rollout.truncated & ~rollout.terminated).sum() >= 3
+    obs = np.concatenate([joined(copies, "obs"), rollout.obs[-1:]])
+    values = play_all(agent, obs, first_states(obs))[1][-31:]
+    ends = rollout.terminated, rollout.truncated
+    advantages = direct_gae(rollout.rewards, values, *ends, 0.9, 0.8)
+    valid = rollout.valid
+    np.testing.assert_allclose(batch.advantages[valid], advantages[valid], rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(batch.returns[valid], (advantages + values[:-1])[valid], rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(batch.obs, normalized(agent, rollout.obs[:-1]), atol=1e-4)
+    np.testing.assert_array_equal(batch.starts, rollout.starts[:-1])
+    np.testing.assert_array_equal(batch.actions, rollout.actions)
+    np.testing.assert_array_equal(batch.weights, valid)
+    np.testing.assert_array_equal(batch.memory, copies[-2].memory[-1])
+    np.testing.assert_array_equal(batch.memory, rollout.memory[0])
+    assert not any(column.requires_grad for column in batch)
+
+
+def recorded(agent, batch, args):
+    """The minibatches of an update."""
+    minibatches, loss = [], ppo_lstm.ppo_loss
+
+    def record(agent, minibatch, args):
+        minibatches.append(minibatch)
+        return loss(agent, minibatch, args)
+
+    with mock.patch.object(ppo_lstm, "ppo_loss", record):
+        ppo_lstm.update(agent, SGD(agent.parameters(), 1.0), batch, args, ppo_lstm.State(1e-3))
+    return minibatches
+
+
+@each_cell
+@pytest.mark.parametrize("number", [1, 2, 4, 5])
+def test_minibatches_are_of_whole_environments(cell, number):
+    """Each epoch permutes them. A minibatch has all rows of some, with their memory before the first."""
+    args = make_args(cell=cell, num_minibatches=number, num_envs=5, update_epochs=3)
+    agent, _, batch = rollout_of(args)
+    assert batch.memory.abs().sum(-1).all()  # so that environments can be told apart by it
+    minibatches, orders = recorded(agent, batch, args), []
+    assert len(minibatches) == 3 * number
+    for epoch in range(3):
+        order = []
+        for minibatch in minibatches[epoch * number : (epoch + 1) * number]:
+            which = [batch.obs[0].tolist().index(obs) for obs in minibatch.obs[0].tolist()]
+            for name, part, whole in zip(batch._fields, minibatch, batch, strict=True):
+                assert torch.equal(part, whole[:, which]), name
+            assert len(which) in (5 // number, math.ceil(5 / number))
+            order += which
+        assert sorted(order) == [0, 1, 2, 3, 4]
+        orders.append(order)
+    assert number == 1 or len(set(map(tuple, orders))) > 1
+
+
+@each_cell
+@pytest.mark.parametrize("settings", [{}, {"norm_adv": False, "clip_vloss": True}], ids=str)
+def test_loss(cell, settings):
+    """Loss and metrics are means over the transitions: computed by a loop in float64."""
+    args = make_args(cell=cell, num_steps=30, **settings)
+    agent, rollout, batch = rollout_of(args)
+    with torch.no_grad():
+        for parameter in agent.parameters():  # now it differs from the one that acted
+            parameter.add_(0.03 * torch.randn_like(parameter))
+    starts = torch.zeros_like(batch.starts)
+    starts[0] = True
+    batch = batch._replace(starts=batch.starts | starts)
+    valid = rollout.valid
+    policy, values = play_all(agent, rollout.obs[:-1], batch.starts.numpy())
+    log_probs = np.take_along_axis(policy, rollout.actions[..., None], -1)[..., 0][valid]
+    old = np.take_along_axis(float64(batch.old_policy), rollout.actions[..., None], -1)[..., 0][valid]
+    values, old_values, returns, advantages = (
+        x[valid] for x in (values, *map(float64, (batch.old_values, batch.returns, batch.advantages)))
+    )
+    if args.norm_adv:
+        advantages = (advantages - advantages.mean()) / advantages.std()
+    ratio = np.exp(log_probs - old)
+    gains = np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
+    errors = 0.5 * (values - returns) ** 2
+    if args.clip_vloss:
+        clipped = old_values + np.clip(values - old_values, -0.2, 0.2)
+        errors = np.maximum(errors, 0.5 * (clipped - returns) ** 2)
+    entropies = -(np.exp(policy) * policy).sum(-1)[valid]
+    expected = {
+        "policy_loss": -gains.mean(), "value_loss": errors.mean(), "entropy": entropies.mean(),
+        "old_approx_kl": (old - log_probs).mean(), "approx_kl": (ratio - 1 - log_probs + old).mean(),
+        "clipfrac": (abs(ratio - 1) > 0.2).mean(),
+    }  # fmt: skip
+    loss, metrics = ppo_lstm.ppo_loss(agent, batch, args)
+    assert 0.02 < metrics["clipfrac"] < 0.98
+    for name, value in expected.items():
+        assert metrics[name].item() == pytest.approx(value, rel=1e-3, abs=1e-4), name
+    total = -gains.mean() + args.vf_coef * errors.mean() - args.ent_coef * entropies.mean()
+    assert loss.item() == pytest.approx(total, rel=1e-3)
+
+
+@each_cell
+def test_filler_rows_teach_nothing(cell):
+    """What an environment ignores and what is not known there changes no gradient."""
+    args = make_args(cell=cell, num_steps=30)
+    agent, rollout, batch = rollout_of(args)
+    filler = torch.tensor(~rollout.valid)
+    changed = batch._replace(
+        actions=torch.where(filler, 2 - batch.actions, batch.actions),
+        old_policy=torch.where(filler.unsqueeze(-1), -1.0, batch.old_policy),
+        old_values=torch.where(filler, 9.0, batch.old_values),
+        advantages=torch.where(filler, 9.0, batch.advantages),
+        returns=torch.where(filler, 9.0, batch.returns),
+        obs=torch.where(filler.unsqueeze(-1), 5.0, batch.obs),
+    )
+    grads = []
+    for each in (batch, changed):
+        agent.zero_grad()
+        ppo_lstm.ppo_loss(agent, each, args)[0].backward()
+        grads.append(torch.cat([parameter.grad.flatten() for parameter in agent.parameters()]))
+    torch.testing.assert_close(*grads)
+    assert grads[0].abs().min() >= 0
+    assert all(parameter.grad.abs().sum() > 0 for parameter in agent.parameters())
+
+
+def test_update_metrics():
+    """The KL is of all transitions after the update; the critic's errors are those of the values before."""
+    args = make_args(num_steps=30, learning_rate=0.03)
+    agent, rollout, batch = rollout_of(args)
+    optimizer = SGD(agent.parameters(), 99.0)
+    metrics = ppo_lstm.update(agent, optimizer, batch, args, ppo_lstm.State(0.03))
+    assert optimizer.param_groups[0]["lr"] == metrics["charts/learning_rate"] == 0.03
+    with torch.no_grad():
+        policy, _ = agent(batch.obs, batch.starts, batch.memory)
+    old, new = batch.old_policy[rollout.valid], policy[rollout.valid]
+    assert metrics["kl"] == pytest.approx((old.exp() * (old - new)).sum(-1).mean().item(), rel=1e-4)
+    returns, values = float64(batch.returns)[rollout.valid], float64(batch.old_values)[rollout.valid]
+    assert metrics["explained_variance"] == pytest.approx(
+        1 - np.var(returns - values) / np.var(returns), abs=1e-4
+    )
+    error = math.sqrt(np.mean((returns - values) ** 2) / np.mean(returns**2))
+    assert metrics["critic_error"] == pytest.approx(error, rel=1e-4)
+
+
+@pytest.mark.parametrize("largest", [0.1, 1e9])
+def test_gradient_steps(largest):
+    """Each minibatch moves the weights by its own gradient, clipped, at the state's learning rate."""
+    args = make_args(max_grad_norm=largest)
+    agent, _, batch = rollout_of(args)
+    by_hand = copy.deepcopy(agent)
+    for minibatch in recorded(agent, batch, args):
+        loss, _ = ppo_lstm.ppo_loss(by_hand, minibatch, args)
+        grads = torch.autograd.grad(loss, tuple(by_hand.parameters()))
+        norm = torch.cat([grad.flatten() for grad in grads]).norm()
+        scale = min(1, largest / norm)
+        assert (scale == 1) == (largest == 1e9)
+        with torch.no_grad():
+            for parameter, grad in zip(by_hand.parameters(), grads, strict=True):
+                parameter.sub_(1e-3 * grad * scale)
+    for one, other in zip(agent.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_target_kl_stops_after_an_epoch():
+    """The epoch after which the KL is above it is the last."""
+    args = make_args(learning_rate=0.1, update_epochs=5)
+    for target, epochs in ((1e-9, 1), (1e9, 5), (None, 5)):
+        agent, _, batch = rollout_of(args)
+        assert len(recorded(agent, batch, replace(args, target_kl=target))) == 2 * epochs
+
+
+# Runs
+
+
+def test_steps_are_transitions(tmp_path):
+    """The steps of a run, in its checkpoint and on the x axis, are those that the environments made."""
+    with mock.patch.object(ppo_lstm, "evaluate", return_value=np.zeros(1)):
+        run(LSTM, tmp_path)
+    assert load(checkpoint_in(tmp_path))["state"]["global_step"] == len(user_envs.LOG["steps"])
+
+
+@each_cell
+def test_load_policy(cell, tmp_path):
+    """Its actions are the most likely of each episode alone, for single observations and for batches."""
+    args = make_args(cell=cell)
+    agent = make_agent(args, seed=5)
+    content = {"args": vars(args), "agent": agent.state_dict()}
+    torch.save(content, tmp_path / "checkpoint.pt")
+    obs, starts = random_sequences(40, 3, seed=2)
+    starts[0] = True
+    policies, _ = play_all(agent, obs, starts)
+    expected = policies.argmax(-1)
+    env = scripted_envs.Scripted()
+    act = ppo_lstm.load_policy(tmp_path / "checkpoint.pt", env)
+    for n in range(3):  # one after another, with the same function
+        actions = [act(row, start) for row, start in zip(obs[:, n], starts[:, n], strict=True)]
+        assert all(env.action_space.contains(action) for action in actions)
+        np.testing.assert_array_equal(actions, expected[:, n])
+    act = ppo_lstm.load_policy(tmp_path / "checkpoint.pt", env)
+    np.testing.assert_array_equal([act(*row) for row in zip(obs, starts, strict=True)], expected)
+    forgetful = np.array([act(rows, np.ones(3, bool)) for rows in obs])
+    assert (forgetful != expected).mean() > 0.1
+
+
+@each_cell
+def test_evaluation_resets_the_memory_in_each_episode(cell, tmp_path):
+    """Its actions are those of each episode alone."""
+    path = tmp_path / "checkpoint.pt"
+    args = make_args(cell=cell, env_id="user_envs:Walk-v0", eval_episodes=12)
+    agent = make_agent(args, user_envs.VECTOR, seed=2)
+    torch.save({"args": vars(args), "agent": agent.state_dict()}, path)
+    seen = []
+
+    class Watched(gym.Wrapper):
+        def reset(self, **kwargs):
+            obs, info = super().reset(**kwargs)
+            seen.append(([obs], []))
+            return obs, info
+
+        def step(self, action):
+            obs, *rest = super().step(action)
+            seen[-1][0].append(obs)
+            seen[-1][1].append(action)
+            return obs, *rest
+
+    make = ppo_lstm.make_env
+    with mock.patch.object(ppo_lstm, "make_env", lambda args, **kwargs: Watched(make(args, **kwargs))):
+        ppo_lstm.evaluate(path, args)
+    assert len(seen) == 12
+    for obs, actions in seen:
+        policies, _ = play(agent, np.array(obs[:-1]))
+        np.testing.assert_array_equal(actions, policies.argmax(-1))
+
+
+CUE = {"env_id": "memory:Cue-v0", "total_timesteps": 80_000, "eval_episodes": 100}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "cell", "low", "high"), [
+    (ppo_lstm, "lstm", 0.95, 1), (ppo_lstm, "gru", 0.95, 1), (ppo, None, 0, 0.45),
+])  # fmt: skip
+def test_a_cue_is_remembered_for_eight_steps(script, cell, low, high, tmp_path, monkeypatch):
+    """The answer is right with a memory, and one in four without."""
+    monkeypatch.chdir(tmp_path)
+    args = script.Args(**CUE, **({"cell": cell} if cell else {}))
+    assert low <= np.mean(script.train(args)["greedy_returns"]) <= high
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--num-minibatches 17", "--num-minibatches must be at most --num-envs"),
+        ("--total-timesteps 2047", "--total-timesteps must be at least 2048"),
+        ("--env-id Pendulum-v1", "use ppo_continuous.py"),
+        ("--hidden-size 0", "positive"),
+    ],
+)
+def test_refusals(words, expected, tmp_path):
+    """One line, exit status 2, and nothing is written."""
+    done = call(LSTM, tmp_path, *words.split())
+    assert (done.status, done.out) == (2, "")
+    assert done.err.startswith("ppo_lstm.py: ")
+    assert done.err.count("\n") == 1
+    assert expected in done.err
+    assert list(tmp_path.iterdir()) == []
