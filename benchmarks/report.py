@@ -1,7 +1,6 @@
 """Make the tables of README.md and results/README.md from the stored results.
 
-    python benchmarks/report.py              # rewrite the tables
-    python benchmarks/report.py --check      # do the tables match the stored results?
+    python benchmarks/report.py
 
 A table stands between the marks `<!-- table: NAME -->` and `<!-- end -->`. Each seed counts once, with the
 mean of its episodes. ± is the standard deviation over seeds. P is the probability that a seed is better than
@@ -12,7 +11,6 @@ Learning at the Edge of the Statistical Precipice").
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -206,17 +204,10 @@ def fill(document: str, made: dict[str, str]) -> str:
 
 
 def main() -> None:
-    """The command line. Exit status: 0 done, 1 with --check if a table differs."""
-    check, made, differ = "--check" in sys.argv, tables(), []
+    """The command line."""
+    made = tables()
     for path in PAGES:
-        before = path.read_text()
-        after = fill(before, made)
-        if after != before:
-            differ.append(str(path.relative_to(ROOT)))
-            if not check:
-                path.write_text(after)
-    print(f"tables {'differ' if check else 'rewritten'} in: {', '.join(differ) or 'no file'}")
-    sys.exit(check and bool(differ))
+        path.write_text(fill(path.read_text(), made))
 
 
 if __name__ == "__main__":
