@@ -162,7 +162,7 @@ def test_figures(tmp_path):
     language_report.draw(*language_report.load(), tmp_path)
     made = {path.name for path in tmp_path.iterdir()} | {"trl-light.png", "trl-dark.png"}
     assert made == {path.name for path in experiments.FIGURES.iterdir()}
-    pages = "".join(path.read_text() for path in (ROOT / "results/README.md", *ROOT.glob("docs/*.md")))
+    pages = "".join(path.read_text() for path in (*report.PAGES, *ROOT.glob("docs/*.md")))
     assert made == set(re.findall(r"figures/([\w-]+\.png)", pages))
 
 
