@@ -260,8 +260,8 @@ class Batch(NamedTuple):
     starts: Tensor  # [T, N], true for the first observation of an episode
     memory: Tensor  # [M, N, H], the memory before the first row
     actions: Tensor  # [T, N]
-    old_policy: Tensor  # [T, N, A], π_old(·|s) as log-probabilities
-    old_values: Tensor  # [T, N], V_old(s)
+    old_policy: Tensor  # [T, N, A], π_old(·|h) as log-probabilities
+    old_values: Tensor  # [T, N], V_old(h)
     advantages: Tensor  # [T, N]
     returns: Tensor  # [T, N]
     weights: Tensor  # [T, N], 1 for a transition, 0 for a filler row
@@ -340,8 +340,8 @@ class Rollout:
         self.starts = np.zeros((args.num_steps + 1, args.num_envs), bool)
         memory_shape = args.num_steps + 1, MEMORY_VECTORS[args.cell], args.num_envs, args.hidden_size
         self.memory = torch.zeros(memory_shape, device=args.device)
-        self.policies = torch.zeros(*shape, num_actions, device=args.device)  # π_old(·|s)
-        self.values = torch.zeros(args.num_steps + 1, args.num_envs, device=args.device)  # V(s)
+        self.policies = torch.zeros(*shape, num_actions, device=args.device)  # π_old(·|h)
+        self.values = torch.zeros(args.num_steps + 1, args.num_envs, device=args.device)  # V(h)
         self.actions = np.zeros(shape, np.int64)
         self.rewards = np.zeros(shape, np.float32)
         self.terminated = np.zeros(shape, bool)

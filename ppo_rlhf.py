@@ -332,7 +332,9 @@ def check_sampling(difference: Tensor, mask: Tensor) -> dict[str, float]:
     """Metrics of the difference [B, L] between log π in sampling and in learning: it must be rounding."""
     average, largest = masked_mean(difference.abs(), mask).item(), (difference.abs() * mask).max().item()
     if average > 0.5:
-        raise FloatingPointError(f"log π of sampling and of learning differ by {average}: is there no cache?")
+        raise FloatingPointError(
+            f"log π of sampling and learning differ by {average:.2f}: no past_key_values?"
+        )
     name = "sampling/sampling_logp_difference"
     return {f"{name}/mean": average, f"{name}/max": largest}
 
@@ -895,9 +897,9 @@ class Run:
         self.path = Path(args.resume or Path("runs", name, "checkpoint.pt"))
         self.completions = self.path.with_name("completions.jsonl")
         self.start_time, self.start, self.last_print = time.monotonic(), episodes, 0.0
-        self.snapshot(episodes)
         if RANK > 0:
             return
+        self.snapshot(episodes)
         folder = self.path.parent
         if args.track:
             import wandb
@@ -923,6 +925,8 @@ class Run:
 
     def snapshot(self, episodes: int) -> None:
         """Copy to the CPU what was learnt: if the next iteration is interrupted, this is what is saved."""
+        if RANK > 0:
+            return
         named, optimizer = self.models.named_parameters(), self.optimizer.state_dict()
         weights = {name: p.detach() for name, p in named if p.requires_grad or not self.args.model}
         content = {"args": asdict(self.args), "episodes": episodes, "weights": weights}

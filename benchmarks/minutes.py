@@ -70,6 +70,13 @@ def curve(library: str, env_id: str, seed: int, cleanrl: Path) -> tuple[np.ndarr
     return minutes[kept], returns[kept]
 
 
+def cleanrl_versions(cleanrl: Path) -> str:
+    """What CleanRL's scripts run with."""
+    code = "from importlib.metadata import version as v; "
+    code += "print(*(f'{x}={v(x)}' for x in ('torch', 'gymnasium', 'numpy', 'mujoco')))"
+    return subprocess.check_output([cleanrl / ".venv/bin/python", "-c", code], text=True).strip()
+
+
 def main(cleanrl: Path, /) -> None:
     """Do the runs that are not stored yet. Each is stored as soon as it is there."""
     refuse_uncommitted()
@@ -84,6 +91,8 @@ def main(cleanrl: Path, /) -> None:
                 points = {"minutes": minutes, "returns": returns}
                 texts = {name: " ".join(f"{x:.5g}" for x in values) for name, values in points.items()}
                 row = dict(zip(KEY, key, strict=True)) | texts | in_words(provenance())
+                if library == "CleanRL":
+                    row["versions"] = cleanrl_versions(cleanrl)
                 store(MINUTES, [row], KEY)
                 print(f"{env_id} {library} {seed}: {returns[-1]:.4g} after {minutes[-1]:.2f} min", flush=True)
 

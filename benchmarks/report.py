@@ -23,7 +23,7 @@ from run import CURVES, KEY, RUNS, SPEEDS
 
 Row = dict[str, str]  # the cells of a table, by the column's title
 PAGES = ROOT / "README.md", ROOT / "results/README.md"
-SUMMARY = ["CartPole-v1, 100k", "MountainCar-v0, 1M", "LunarLander-v3, 1M", "HalfCheetah-v5, 1M"]
+SUMMARY = ["Acrobot-v1, 500k", "MountainCar-v0, 1M", "LunarLander-v3, 1M", "HalfCheetah-v5, 1M"]
 SUMMARY += ["Hopper-v5, 1M", "Humanoid-v5, 1M", "Swimmer-v5, 1M", "BreakoutNoFrameskip-v4, 10M"]
 
 

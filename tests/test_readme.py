@@ -113,7 +113,7 @@ def checkpoint_in(folder: Path) -> Path:
 def test_each_line_has_a_test():
     """Each command is run by one of the tests below; `python my_env.py` runs with the other programs."""
     assert set(COMMANDS) - {*SET_UP, *LOOPS, *CALLS} == {"python my_env.py"}
-    assert {language for language, _ in BLOCKS} == {"python", "sh", "text", "bibtex"}
+    assert {language for language, _ in BLOCKS} == {"python", "sh", "text"}
 
 
 @pytest.mark.parametrize("program", parameters(PROGRAMS))
