@@ -141,8 +141,9 @@ def study_table(results: pd.DataFrame, study: Study) -> Iterator[Row]:
             yield row
 
 
-VARIANTS = {"eager": "ours", "sb3": "Stable-Baselines3", "sb3_tensors": "Stable-Baselines3", "sbx": "SBX"}
-VARIANTS |= {"cleanrl": "CleanRL", "rsl_rl": "RSL-RL"}
+VARIANTS = {"eager": "ours", "--compile": "ours, `--compile`", "--bfloat16": "ours, `--bfloat16`"}
+VARIANTS |= {"cleanrl": "CleanRL", "sbx": "SBX", "rsl_rl": "RSL-RL"}
+VARIANTS |= {"sb3": "Stable-Baselines3", "sb3_tensors": "Stable-Baselines3"}
 
 
 def span(runs: Any, digits: int = 0) -> str:
@@ -154,12 +155,18 @@ def span(runs: Any, digits: int = 0) -> str:
     return median if low == high else f"{median} ({low} to {high})"
 
 
+def load_speeds() -> pd.DataFrame:
+    """What speed.py stored, in the order of VARIANTS."""
+    speeds = pd.read_csv(SPEEDS).sort_values("variant", key=lambda names: names.map([*VARIANTS].index))
+    return speeds.sort_values("env_id", kind="stable")
+
+
 def speed_table(speeds: pd.DataFrame) -> Iterator[Row]:
     """What speed.py stored: speed beside other libraries."""
     for row in speeds.itertuples():
         yield {
             "task": f"{row.env_id}, N = {row.num_envs:,}",
-            "variant": VARIANTS.get(row.variant, f"ours, `{row.variant}`"),
+            "variant": VARIANTS[row.variant],
             "steps per second": span(row.speed),
             "ratio": span(row.ratio, 2),
             "s to the goal": span(getattr(row, "goal", "")),
@@ -184,10 +191,7 @@ def tables() -> dict[str, str]:
     made["mujoco"] = [*returns(results, names, experiments.MUJOCO, "sb3-rl-zoo-mujoco")]
     made["atari"] = [*atari_table(results)]
     made["gpu"] = [*returns(results, ["gpu"], [experiments.PENDULUMS], "")]
-    made["speed"] = [*speed_table(pd.read_csv(SPEEDS))]
-    made["atari-short"], made["speed-short"] = made["atari"], made["speed"]
-    for name in ("classic", "mujoco"):
-        made[f"{name}-short"] = [row | {"last 100 training episodes": ""} for row in made[name]]
+    made["speed"] = [*speed_table(load_speeds())]
     rows = made["classic"] + made["mujoco"] + made["atari"]
     made["summary"] = [row for row in rows if row["environment, steps"] in SUMMARY]
     return {name: markdown(rows) for name, rows in made.items()}
