@@ -168,20 +168,14 @@ def main() -> None:
     for seed, (task, library) in itertools.product((1, 2, 3), RUNS if "--run" in sys.argv else []):
         if (task, library, seed) not in done:
             subprocess.run([sys.executable, __file__, "--one", task, library, str(seed)], check=True)
-    print(
-        "| task | library | runs | return | steps per second | seconds to the goal |\n" + "| --- " * 6 + "|"
-    )
+    print("| task | library | runs | return | steps per second | seconds to the goal |")
+    print("| --- " * 6 + "|")
     for (task, library), rows in pd.read_csv(RESULTS).groupby(["task", "library"], sort=False):
-        returns, speed, goal = (
-            rows["return"],
-            (rows["steps"] / rows["seconds"]).mean(),
-            rows["seconds_to_goal"],
-        )
-        reached = ", ".join("not reached" if math.isnan(value) else f"{value:.0f}" for value in goal)
-        print(
-            f"| {task} | {library} | {len(rows)} | {returns.mean():.4g} ± {returns.std():.2g} "
-            f"| {speed:,.0f} | {reached} |"
-        )
+        spread = f" ± {rows['return'].std():.2g}" if len(rows) > 1 else ""
+        speed = (rows["steps"] / rows["seconds"]).mean()
+        reached = ["never" if math.isnan(value) else f"{value:.0f}" for value in rows["seconds_to_goal"]]
+        print(f"| {task} | {library} | {len(rows)} | {rows['return'].mean():.4g}{spread} ", end="")
+        print(f"| {speed:,.0f} | {', '.join(reached)} |")
 
 
 if __name__ == "__main__":
