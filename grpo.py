@@ -19,6 +19,9 @@ texts of B responses, and returns B numbers:
     def reward(rows, responses):
         return [float(response.endswith(row["answer"])) for row, response in zip(rows, responses)]
 
+By default, advantages are divided by the group's deviation as in [GRPO], all tokens of a batch weigh the same
+as in [Dr. GRPO], and there is no KL penalty.
+
   [GRPO]     Shao et al. 2024, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language
              Models", arXiv:2402.03300; also Guo et al. 2025, "DeepSeek-R1", arXiv:2501.12948
   [RLOO]     Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from

@@ -24,8 +24,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from minutes import LIBRARIES, MINUTES
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from report import VARIANTS, load, name_of, select
-from run import SPEEDS
+from report import VARIANTS, load, load_speeds, name_of, select
 
 sys.path.insert(0, str(ROOT))
 from ppo import compute_gae
@@ -100,10 +99,10 @@ def figures(results: pd.DataFrame) -> dict[str, Figure]:
 
 def speed_figure() -> Figure:
     """Steps per second on each task: a bar for the median of the runs, and a line for their range."""
-    tasks = pd.read_csv(SPEEDS).groupby("env_id")
+    tasks = load_speeds().groupby("env_id")
     figure = Figure(figsize=(3 * len(tasks), 2.2), layout="constrained")
     for axes, (env_id, found) in zip(figure.subplots(1, len(tasks)), tasks, strict=True):
-        names = [VARIANTS.get(name, f"ours, {name}") for name in found.variant]
+        names = [VARIANTS[name].replace("`", "") for name in found.variant]
         for y, speeds in enumerate(np.sort(np.array(text.split(), float)) for text in found.speed):
             axes.barh(y, np.median(speeds), color=COLORS[0 if names[y].startswith("ours") else 1])
             axes.plot(speeds, np.full(len(speeds), y), color="gray")

@@ -41,7 +41,7 @@ LIBRARIES = "ours", "CleanRL", "Stable-Baselines3"
 # The clock of a run is the processor's time of its process.
 CLOCK = "import json, runpy, sys, time; time.time = time.process_time; "
 SCRIPT = CLOCK + "del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
-TRAIN_SB3 = CLOCK + "from run import train_sb3; train_sb3(*map(json.loads, sys.argv[1:]))"
+TRAIN_SB3 = CLOCK + "from peers import train_sb3; train_sb3(*map(json.loads, sys.argv[1:]))"
 
 
 def curve(library: str, env_id: str, seed: int, cleanrl: Path) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,6 @@
 """Make the tables of README.md and results/README.md from the stored results.
 
-    python benchmarks/report.py              # rewrite the tables
-    python benchmarks/report.py --check      # do the tables match the stored results?
+    python benchmarks/report.py
 
 A table stands between the marks `<!-- table: NAME -->` and `<!-- end -->`. Each seed counts once, with the
 mean of its episodes. ± is the standard deviation over seeds. P is the probability that a seed is better than
@@ -12,7 +11,6 @@ Learning at the Edge of the Statistical Precipice").
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -143,8 +141,9 @@ def study_table(results: pd.DataFrame, study: Study) -> Iterator[Row]:
             yield row
 
 
-VARIANTS = {"eager": "ours", "sb3": "Stable-Baselines3", "sb3_tensors": "Stable-Baselines3", "sbx": "SBX"}
-VARIANTS |= {"cleanrl": "CleanRL", "rsl_rl": "RSL-RL"}
+VARIANTS = {"eager": "ours", "--compile": "ours, `--compile`", "--bfloat16": "ours, `--bfloat16`"}
+VARIANTS |= {"cleanrl": "CleanRL", "sbx": "SBX", "rsl_rl": "RSL-RL"}
+VARIANTS |= {"sb3": "Stable-Baselines3", "sb3_tensors": "Stable-Baselines3"}
 
 
 def span(runs: Any, digits: int = 0) -> str:
@@ -156,12 +155,18 @@ def span(runs: Any, digits: int = 0) -> str:
     return median if low == high else f"{median} ({low} to {high})"
 
 
+def load_speeds() -> pd.DataFrame:
+    """What speed.py stored, in the order of VARIANTS."""
+    speeds = pd.read_csv(SPEEDS).sort_values("variant", key=lambda names: names.map([*VARIANTS].index))
+    return speeds.sort_values("env_id", kind="stable")
+
+
 def speed_table(speeds: pd.DataFrame) -> Iterator[Row]:
     """What speed.py stored: speed beside other libraries."""
     for row in speeds.itertuples():
         yield {
             "task": f"{row.env_id}, N = {row.num_envs:,}",
-            "variant": VARIANTS.get(row.variant, f"ours, `{row.variant}`"),
+            "variant": VARIANTS[row.variant],
             "steps per second": span(row.speed),
             "ratio": span(row.ratio, 2),
             "s to the goal": span(getattr(row, "goal", "")),
@@ -186,10 +191,7 @@ def tables() -> dict[str, str]:
     made["mujoco"] = [*returns(results, names, experiments.MUJOCO, "sb3-rl-zoo-mujoco")]
     made["atari"] = [*atari_table(results)]
     made["gpu"] = [*returns(results, ["gpu"], [experiments.PENDULUMS], "")]
-    made["speed"] = [*speed_table(pd.read_csv(SPEEDS))]
-    made["atari-short"], made["speed-short"] = made["atari"], made["speed"]
-    for name in ("classic", "mujoco"):
-        made[f"{name}-short"] = [row | {"last 100 training episodes": ""} for row in made[name]]
+    made["speed"] = [*speed_table(load_speeds())]
     rows = made["classic"] + made["mujoco"] + made["atari"]
     made["summary"] = [row for row in rows if row["environment, steps"] in SUMMARY]
     return {name: markdown(rows) for name, rows in made.items()}
@@ -206,17 +208,10 @@ def fill(document: str, made: dict[str, str]) -> str:
 
 
 def main() -> None:
-    """The command line. Exit status: 0 done, 1 with --check if a table differs."""
-    check, made, differ = "--check" in sys.argv, tables(), []
+    """The command line."""
+    made = tables()
     for path in PAGES:
-        before = path.read_text()
-        after = fill(before, made)
-        if after != before:
-            differ.append(str(path.relative_to(ROOT)))
-            if not check:
-                path.write_text(after)
-    print(f"tables {'differ' if check else 'rewritten'} in: {', '.join(differ) or 'no file'}")
-    sys.exit(check and bool(differ))
+        path.write_text(fill(path.read_text(), made))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Run the experiments of `experiments.py`, and add the results to `results/data/runs.csv` and `curves.csv`.
 
     python benchmarks/run.py --dry-run           # list what is missing
-    python benchmarks/run.py                     # do the missing runs, one process per core
+    python benchmarks/run.py                     # do the missing runs, one after another, with one thread
     python benchmarks/run.py --only 'ppo/CartPole*/[123]'
 
-It can be stopped or killed at any time. Started again, it does what is still missing; a run of our scripts
-resumes from its checkpoint.
+Start it several times, and each process does other runs. It can be stopped or killed at any time. Started
+again, it does what is still missing; a run of our scripts resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+import traceback
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -31,7 +31,7 @@ import numpy as np
 import pandas as pd
 import tyro
 from experiments import DATA, HERE, ROOT, SB3, STUDIES, Run, runs
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 sys.path.insert(0, str(ROOT))  # where the scripts are
 RUNS, CURVES, SPEEDS = DATA / "runs.csv", DATA / "curves.csv", DATA / "speeds.csv"
@@ -159,7 +159,7 @@ def run_sb3(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def folder_of(run: Run) -> Path:
-    """Where a run leaves its log, and its checkpoint until it is done. It is made."""
+    """Where a run has its checkpoint until it is done. It is made."""
     folder = HERE / "unfinished" / run.name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -186,61 +186,36 @@ def run_one(run: Run) -> None:
     }
     store(RUNS, [name | row | about], KEY)  # from now on, the run is stored
     shutil.rmtree(folder_of(run) / "runs", ignore_errors=True)
-
-
-def work_through(todo: list[Run], jobs: int) -> int:
-    """Do the runs, `jobs` at a time, each in its own process with one thread. Returns how many failed."""
-    processes = []
-
-    def work(run: Run) -> bool:
-        command = [sys.executable, __file__, "--one", run.name]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        with open(folder_of(run) / "log.txt", "a") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        processes.append(process)
-        failed = process.wait() != 0
-        print(run.name, f"failed, see {folder_of(run)}/log.txt" if failed else "done", flush=True)
-        return failed
-
-    with ThreadPoolExecutor(jobs) as pool:
-        try:
-            return sum(pool.map(work, todo))
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in processes:
-                process.terminate()  # training saves, and stops
-            raise
+    print(run.name, "done", flush=True)
 
 
 @dataclass
 class Args:  # the comments are the texts of --help
     only: str = ""  # runs whose name begins with this, or matches it with * and ?
-    jobs: int = os.cpu_count() or 1  # processes at a time
     dry_run: bool = False  # list what is missing
-    one: str = ""  # do the run with this name, in this process
 
 
 def main() -> None:
     """The command line. Exit status: 0 done, 1 refused or runs failed, 130 stopped."""
-    args = tyro.cli(Args, description=__doc__)
+    args, failed = tyro.cli(Args, description=__doc__), 0
     selected = [x for x in runs() if x.name.startswith(args.only) or fnmatch.fnmatch(x.name, args.only)]
-    todo = missing(selected)
     if args.dry_run:
-        for run in todo:
+        for run in missing(selected):
             print("missing", run.name)
-        print(f"{len(selected) - len(todo)} of {len(selected)} stored")
-        return
-    refuse_uncommitted()
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell may have turned the first one off
-        signal.signal(number, signal.default_int_handler)
-    if args.one:
-        run_one(next(run for run in runs() if run.name == args.one))
-        return
-    try:
-        failed = work_through(todo, args.jobs)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    print(f"{len(selected) - failed} of {len(selected)} stored{f', {failed} failed' if failed else ''}")
+    else:
+        refuse_uncommitted()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have turned it off
+        for run in missing(selected):
+            try:
+                with FileLock(folder_of(run) / "lock", blocking=False):
+                    if missing([run]):  # no other process has done it meanwhile
+                        run_one(run)
+            except Timeout:
+                print(run.name, "is being done by another process", flush=True)
+            except Exception:
+                failed += 1
+                print(f"{run.name} failed\n{traceback.format_exc()}", flush=True)
+    print(f"{len(selected) - len(missing(selected))} of {len(selected)} stored")
     sys.exit(bool(failed))
 
 

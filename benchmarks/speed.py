@@ -1,8 +1,7 @@
 """Steps per second of our scripts and of others' PPO, with the same settings, in alternation.
 
     python benchmarks/speed.py --env-id CartPole-v1
-    python benchmarks/speed.py --env-id CartPole-v1 --script-dir DIR    # and another copy of ppo.py
-    python benchmarks/speed.py --peers --cleanrl DIR --store            # all, for the tables
+    python benchmarks/speed.py --peers --cleanrl DIR --store    # all, for the tables
 
 Stable-Baselines3 always takes part. `--peers` adds SBX, which is Stable-Baselines3 in JAX, and on Pendulum
 RSL-RL (`pip install sbx-rl rsl-rl-lib`). The DIR of CleanRL is a checkout with a virtual environment
@@ -73,7 +72,6 @@ class Args:  # the comments are the texts of --help
     env_id: str | None = None  # only this environment
     rounds: int = 3  # runs of each, in alternation
     timesteps: int | None = None  # transitions per run; default: some seconds' worth
-    script_dir: Path | None = None  # also run the scripts in this folder
     peers: bool = False  # also run SBX or RSL-RL
     cleanrl: Path | None = None  # also run CleanRL, which is in this folder
     store: bool = False  # store the results for the tables
@@ -87,12 +85,10 @@ def ours(script: Any, args: Any) -> peers.Rows:
     return [(event.step, returns.get(event.step, np.nan), event.wall_time) for event in times]
 
 
-def measure(
-    start: float, env_id: str, variant: str, scripts: Path, steps: int, seed: int
-) -> dict[str, float]:
+def measure(start: float, env_id: str, variant: str, steps: int, seed: int) -> dict[str, float]:
     """One run, in this process. The variant is flags of our script, or a function of peers.py."""
     case = CASES[env_id]
-    sys.path.insert(0, str(scripts))
+    sys.path.insert(0, str(ROOT))
     script: Any = importlib.import_module(case.script)
     own = "" if variant in case.others else variant
     sizes = f"--env-id {env_id} --num-envs {case.num_envs} --total-timesteps {steps} --seed {seed}"
@@ -116,43 +112,38 @@ def in_a_process(*task: Any) -> dict[str, float]:
         return process.submit(measure, time.time(), *task).result()
 
 
-def compare(env_id: str, args: Args, folders: list[Path]) -> list[dict[str, Any]]:
-    """Measure in alternation, and print a table per folder. Returns the rows of the last folder."""
+def compare(env_id: str, args: Args) -> list[dict[str, Any]]:
+    """Measure in alternation, and print a table. Returns its rows."""
     from report import markdown, speed_table  # not in the processes that are measured: it needs memory
 
     case = CASES[env_id]
     chosen = {"sbx": args.peers, "rsl_rl": args.peers, "cleanrl": args.cleanrl}
     steps, others = args.timesteps or case.steps, [name for name in case.others if chosen.get(name, True)]
-    contestants = [(flags, folder) for folder in folders for flags in case.variants]
-    contestants += [(name, ROOT) for name in others]
-    runs: dict[Any, list[dict[str, float]]] = {contestant: [] for contestant in contestants}
+    runs: dict[str, list[dict[str, float]]] = {variant: [] for variant in (*case.variants, *others)}
     for seed in range(1, args.rounds + 1):
-        for variant, folder in contestants:
-            runs[variant, folder].append(in_a_process(env_id, variant, folder, steps, seed))
-            print(f"{env_id} {variant or 'eager'}, seed {seed}: {runs[variant, folder][-1]}", flush=True)
-        for made in runs.values():
-            made[-1]["ratio"] = made[-1]["speed"] / runs[contestants[-1]][-1]["speed"]
+        for variant, made in runs.items():
+            made.append(in_a_process(env_id, variant, steps, seed))
+            print(f"{env_id} {variant or 'eager'}, seed {seed}: {made[-1]}", flush=True)
+        for results in runs.values():
+            results[-1]["ratio"] = results[-1]["speed"] / made[-1]["speed"]  # to the last, Stable-Baselines3
     about = {"env_id": env_id, "num_envs": case.num_envs, "timesteps": steps, "rounds": args.rounds}
-    for folder in folders:
-        rows = []
-        for (variant, of), made in runs.items():
-            if of == folder or variant in others:
-                measured = {name: " ".join(f"{x[name]:.5g}" for x in made) for name in made[0]}
-                rows.append(about | {"variant": variant or "eager"} | measured | in_words(provenance()))
-        print(f"\n{folder}\n{markdown(speed_table(pd.DataFrame(rows)))}", flush=True)
+    rows = []
+    for variant, results in runs.items():
+        measured = {name: " ".join(f"{x[name]:.5g}" for x in results) for name in results[0]}
+        rows.append(about | {"variant": variant or "eager"} | measured | in_words(provenance()))
+    print(markdown(speed_table(pd.DataFrame(rows))), flush=True)
     return rows
 
 
 def main() -> None:
     """The command line."""
     args = tyro.cli(Args, description=__doc__)
-    folders = [args.script_dir.resolve(), ROOT] if args.script_dir else [ROOT]
     if args.cleanrl:
         os.environ["CLEANRL"] = str(args.cleanrl.resolve())
     if args.store:
         refuse_uncommitted()
     for env_id in [args.env_id] if args.env_id else CASES:
-        rows = compare(env_id, args, folders)
+        rows = compare(env_id, args)
         if args.store:
             store(SPEEDS, rows, ["env_id", "num_envs", "variant"])
 

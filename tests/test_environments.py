@@ -105,21 +105,6 @@ def test_a_changed_policy_is_what_plays(case, tmp_path, monkeypatch):
     assert policy(obs) == pytest.approx(np.asarray(expected), abs=1e-5)
 
 
-@memory_too
-def test_an_evaluation_repeats(case, trained, tmp_path):
-    """It gives the returns that training ended with, changes nothing, and depends on the seed."""
-    done, results = trained(case), []
-    path = done.checkpoint
-    before = path.read_bytes()
-    for words in ([], ["--seed", 5], ["--eval-episodes", 7]):
-        shown = call(case, tmp_path, "--evaluate", path, "--env-id", case.walk, *words)
-        results += re.findall("^evaluation.*", shown.out, re.MULTILINE)
-    assert results[0] in done.printed
-    assert results[0] != results[1]
-    assert "7 episodes" in results[2]
-    assert path.read_bytes() == before
-
-
 @each_script
 def test_an_evaluation_is_what_a_loop_finds(case, trained):
     """Undiscounted and unclipped returns of the policy that `load_policy` gives."""

@@ -280,23 +280,6 @@ def test_padding_changes_nothing(script):
         torch.testing.assert_close(results[0], other, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_functions_of_trl():
-    """Those of TRL's PPO that are right; its whitening has the unbiased variance."""
-    ppo_trainer = pytest.importorskip("trl.experimental.ppo.ppo_trainer")
-    utils = pytest.importorskip("trl.trainer.utils")
-    torch.manual_seed(0)
-    x, mask = torch.randn(5, 7) * 3 + 2, torch.rand(5, 7) < 0.6
-    unbiased = ((mask.sum() - 1) / mask.sum()).sqrt()
-    torch.testing.assert_close(rlhf.whiten(x, mask), ppo_trainer.masked_whiten(x, mask) * mask / unbiased)
-    batch = to_responses([2, 3], [[0, 2, STOP], [3, 3, 0, 0, 2, STOP]], padding=3)
-    tokens = torch.cat([batch.prompts, batch.responses], 1)
-    attention = torch.cat([batch.prompt_mask, batch.mask], 1)
-    logits = random_gpt(1)(**rlhf.model_inputs(tokens, attention)).logits.float()[:, -7:-1] / 0.7
-    log_probs = rlhf.token_log_probs(random_gpt(1), batch, 0.7)
-    torch.testing.assert_close(log_probs, utils.selective_log_softmax(logits, batch.responses))
-
-
 @pytest.fixture(scope="module")
 def make_trainer(folder, tmp_path_factory):
     """A function that makes TRL's trainer for the tiny Llama, without dropout."""
@@ -1007,6 +990,31 @@ def test_human_taste():
         assert rlhf.human({"tone": tone, "product": subject}, response) == taste
 
 
+def test_the_human_prefers_what_it_likes(monkeypatch):
+    """With its taste as the scores, the loss of the reward model is below that of equal scores, log 2."""
+    _, task = rlhf.make_reviews(rlhf.Args(resume="nothing is learnt"))
+    rng, losses = random.Random(0), []
+
+    class Taste(nn.Module):
+        def forward(self, batch):
+            prompts, texts = (script_decode(x) for x in (batch.prompts, batch.responses))
+            rows = [next(row for row in task.prompts if row["prompt"] == prompt) for prompt in prompts]
+            return rlhf.tastes(rows, texts).unsqueeze(1).expand(-1, batch.mask.shape[1] + 1)
+
+    def script_decode(tokens):
+        return [
+            " ".join(word for word in task.tokenizer.decode(row).split() if word[0] != "<") for row in tokens
+        ]
+
+    def write(_, task, rows, args):
+        return rlhf.tokenize(task, rows, [rlhf.write_review(rng, row) for row in rows], args), None
+
+    monkeypatch.setattr(rlhf, "generate", write)
+    monkeypatch.setattr(rlhf, "fit", lambda _, compute_loss, *__: losses.append(compute_loss().item()))
+    rlhf.learn_from_comparisons(SimpleNamespace(actor=None, reward_model=Taste()), task, rlhf.Args())
+    assert losses[0] < 0.6
+
+
 def test_sums():
     """Examples forget 7 of 10 carries, nothing else; held-out sums are not trained on, in neither order."""
     _, task = grpo.make_sums(grpo.Args(resume="nothing is learnt"))
@@ -1171,6 +1179,12 @@ def test_a_device_is_never_mixed_with_another(script, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     fit = script.fit
     monkeypatch.setattr(script, "fit", lambda net, loss, _, rate, name: fit(net, loss, 2, rate, name))
+
+    def reduce(x):  # as NCCL does
+        assert x.device.type == "mps"
+        return x
+
+    monkeypatch.setattr(script, "sum_over_processes", reduce)
     with shared.OneDevice():
         script.train(
             script.Args(

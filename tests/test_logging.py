@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import user_envs
-from helpers import CONTINUOUS, DISCRETE, call, checkpoint_in, curves, each_script, load, memory_too, run
+from helpers import CONTINUOUS, DISCRETE, call, checkpoint_in, curves, load, memory_too, run
 
 STATISTICS = {"": np.mean, "_std": np.std, "_min": np.min, "_max": np.max}
 
@@ -174,18 +174,6 @@ def test_advice_of_a_run(tmp_path, monkeypatch, capsys):
     assert log(20, mean=25.0).count("the return is lower") == 0
     assert state.global_step < 1500
     assert log(100, mean=20.0).count("the return is lower or hardly higher") == 1  # in the second half
-
-
-@each_script
-def test_advice_is_printed_and_logged(case, tmp_path):
-    """An update that is far too large is said at once; the settings are logged, too."""
-    words = "--no-anneal-lr", "--adapt", "none"
-    done = run(case, tmp_path, *words, learning_rate=0.3, update_epochs=10, total_timesteps=800)
-    (text,) = [text for _, _, text in case.script.ADVICE if text.startswith("KL > 1")]
-    assert text in done.out.splitlines()
-    (events,) = checkpoint_in(tmp_path).parent.glob("events*")
-    for logged in (text, "|learning_rate|0.3|"):
-        assert logged.encode() in events.read_bytes()
 
 
 @pytest.mark.slow

@@ -118,14 +118,6 @@ def test_runs_of_edited_scripts_are_other_lines(tmp_path, monkeypatch, capsys):
     }
 
 
-def test_values_between_0_and_1_are_readable(tmp_path, monkeypatch, capsys):
-    """Returns, such as those of FrozenLake."""
-    monkeypatch.chdir(tmp_path)
-    write(Path("runs", OURS.format(1, 0)), [(500 * i, 0.31234 + i / 1e4) for i in range(5)])
-    run(monkeypatch, "runs", "--compare")
-    assert " 0.31274 " in capsys.readouterr().out
-
-
 def test_figure_is_saved(runs, monkeypatch, capsys):
     run(monkeypatch, "runs", "--smooth", 0)
     run(monkeypatch, "runs", "--x", "seconds", "--output", "other.pdf")
