@@ -17,7 +17,7 @@ are written to completions.jsonl in the run's folder. A reward function takes B 
 texts of B responses, and returns B numbers:
 
     def reward(rows, responses):
-        return [float(response.endswith(row["answer"])) for row, response in zip(rows, responses)]
+        return [float(response.split()[-1:] == [row["answer"]]) for row, response in zip(rows, responses)]
 
 By default, advantages are divided by the group's deviation as in [GRPO], all tokens of a batch weigh the same
 as in [Dr. GRPO], and there is no KL penalty.

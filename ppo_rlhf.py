@@ -18,7 +18,7 @@ come from --reward-model, or from a function that takes B such lines as dicts an
 and returns B numbers:
 
     def reward(rows, responses):
-        return [float(response.endswith(row["answer"])) for row, response in zip(rows, responses)]
+        return [float(response.split()[-1:] == [row["answer"]]) for row, response in zip(rows, responses)]
 
   [PPO]     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   [GAE]     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
