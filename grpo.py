@@ -864,8 +864,13 @@ class Run:
             return
         named, optimizer = self.models.named_parameters(), self.optimizer.state_dict()
         weights = {name: p.detach() for name, p in named if p.requires_grad or not self.args.model}
-        content = {"args": asdict(self.args), "episodes": episodes, "weights": weights}
-        self.content = tree_map(copy_to_cpu, content | {"optimizer": optimizer})
+        content = {
+            "args": asdict(self.args),
+            "episodes": episodes,
+            "weights": weights,
+            "optimizer": optimizer,
+        }
+        self.content = tree_map(lambda x: x.to("cpu", copy=True) if isinstance(x, Tensor) else x, content)
 
     def save(self) -> None:
         """Write a checkpoint and the model. Until the checkpoint is complete, the previous one stays."""
@@ -913,11 +918,6 @@ class Run:
             print(f"resume     python {sys.argv[0]} --resume {self.path}{functions}", flush=True)
         if PROCESSES > 1:
             dist.destroy_process_group()
-
-
-def copy_to_cpu(x: Any) -> Any:
-    """A copy of a tensor; anything else as it is."""
-    return x.to("cpu", copy=True) if isinstance(x, Tensor) else x
 
 
 def load_checkpoint(path: str) -> tuple[Args, dict]:
