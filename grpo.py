@@ -864,12 +864,8 @@ class Run:
             return
         named, optimizer = self.models.named_parameters(), self.optimizer.state_dict()
         weights = {name: p.detach() for name, p in named if p.requires_grad or not self.args.model}
-        content = {
-            "args": asdict(self.args),
-            "episodes": episodes,
-            "weights": weights,
-            "optimizer": optimizer,
-        }
+        content = {"args": asdict(self.args), "episodes": episodes, "weights": weights}
+        content |= {"optimizer": optimizer}
         self.content = tree_map(lambda x: x.to("cpu", copy=True) if isinstance(x, Tensor) else x, content)
 
     def save(self) -> None:
