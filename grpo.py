@@ -17,7 +17,7 @@ are written to completions.jsonl in the run's folder. A reward function takes B 
 texts of B responses, and returns B numbers:
 
     def reward(rows, responses):
-        return [float(response.endswith(row["answer"])) for row, response in zip(rows, responses)]
+        return [float(response.split()[-1:] == [row["answer"]]) for row, response in zip(rows, responses)]
 
 By default, advantages are divided by the group's deviation as in [GRPO], all tokens of a batch weigh the same
 as in [Dr. GRPO], and there is no KL penalty.
@@ -865,7 +865,8 @@ class Run:
         named, optimizer = self.models.named_parameters(), self.optimizer.state_dict()
         weights = {name: p.detach() for name, p in named if p.requires_grad or not self.args.model}
         content = {"args": asdict(self.args), "episodes": episodes, "weights": weights}
-        self.content = tree_map(copy_to_cpu, content | {"optimizer": optimizer})
+        content |= {"optimizer": optimizer}
+        self.content = tree_map(lambda x: x.to("cpu", copy=True) if isinstance(x, Tensor) else x, content)
 
     def save(self) -> None:
         """Write a checkpoint and the model. Until the checkpoint is complete, the previous one stays."""
@@ -913,11 +914,6 @@ class Run:
             print(f"resume     python {sys.argv[0]} --resume {self.path}{functions}", flush=True)
         if PROCESSES > 1:
             dist.destroy_process_group()
-
-
-def copy_to_cpu(x: Any) -> Any:
-    """A copy of a tensor; anything else as it is."""
-    return x.to("cpu", copy=True) if isinstance(x, Tensor) else x
 
 
 def load_checkpoint(path: str) -> tuple[Args, dict]:

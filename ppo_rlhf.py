@@ -18,7 +18,7 @@ come from --reward-model, or from a function that takes B such lines as dicts an
 and returns B numbers:
 
     def reward(rows, responses):
-        return [float(response.endswith(row["answer"])) for row, response in zip(rows, responses)]
+        return [float(response.split()[-1:] == [row["answer"]]) for row, response in zip(rows, responses)]
 
   [PPO]     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   [GAE]     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
@@ -930,7 +930,8 @@ class Run:
         named, optimizer = self.models.named_parameters(), self.optimizer.state_dict()
         weights = {name: p.detach() for name, p in named if p.requires_grad or not self.args.model}
         content = {"args": asdict(self.args), "episodes": episodes, "weights": weights}
-        self.content = tree_map(copy_to_cpu, content | {"optimizer": optimizer})
+        content |= {"optimizer": optimizer}
+        self.content = tree_map(lambda x: x.to("cpu", copy=True) if isinstance(x, Tensor) else x, content)
 
     def save(self) -> None:
         """Write a checkpoint and the model. Until the checkpoint is complete, the previous one stays."""
@@ -978,11 +979,6 @@ class Run:
             print(f"resume     python {sys.argv[0]} --resume {self.path}{functions}", flush=True)
         if PROCESSES > 1:
             dist.destroy_process_group()
-
-
-def copy_to_cpu(x: Any) -> Any:
-    """A copy of a tensor; anything else as it is."""
-    return x.to("cpu", copy=True) if isinstance(x, Tensor) else x
 
 
 def load_checkpoint(path: str) -> tuple[Args, dict]:
