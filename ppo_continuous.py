@@ -77,7 +77,7 @@ class Args:  # the trailing comments become --help
     wandb_entity: str | None = None  # team at Weights & Biases; None is your own account
     device: str = "cpu"  # cpu, cuda or mps; small networks are fastest on the CPU
     num_threads: int = 1  # PyTorch's CPU threads: for small networks, one is fastest
-    compile: bool = False  # compile the gradient step: 1.7 times as fast, after some 25 s (PyTorch >= 2.13)
+    compile: bool = False  # compile the gradient step: 1.6 times as fast, after some 25 s (PyTorch >= 2.13)
 
     # Environment
     env_id: str = "HalfCheetah-v5"  # Gymnasium id; `module:EnvId-v0` imports the module first
