@@ -41,11 +41,9 @@ import math
 import pickle
 import random
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -57,7 +55,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import VectorEnv
 from torch import Tensor, nn
 from torch.optim import Adam
 from torch.utils.tensorboard import SummaryWriter
@@ -70,10 +68,8 @@ class Args:  # the trailing comments become --help
     resume: str | None = None  # resume from this checkpoint; flags override its settings
     evaluate: str | None = None  # only evaluate this checkpoint, greedily
     eval_episodes: int = 10  # games of an evaluation
-    capture_video: bool = False  # record a game of the evaluation in the run folder (needs moviepy)
+    capture_video: bool = False  # record a game of the evaluation, as the agent sees it (needs moviepy)
     track: bool = False  # mirror TensorBoard to Weights & Biases (needs wandb)
-    wandb_project_name: str = "ppo"  # project at Weights & Biases
-    wandb_entity: str | None = None  # team at Weights & Biases; None is your own account
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda or mps
     num_threads: int = torch.get_num_threads()  # CPU threads of PyTorch, and of the games
     bfloat16: bool = False  # compute products in bfloat16: faster on some CPUs, far slower on others
@@ -96,9 +92,7 @@ class Args:  # the trailing comments become --help
     norm_adv: bool = True  # normalise the advantages of each minibatch to mean 0, standard deviation 1
     clip_coef: float = 0.1  # ε: the ratio of new to old probability is clipped to 1 ± ε
     clip_vloss: bool = False  # also clip the change of the value to ±ε ([Matters], §3)
-    target_kl: float | None = (
-        None  # stop an iteration after an epoch whose last minibatch has a KL above this
-    )
+    target_kl: float | None = None  # stop an iteration if an epoch's last minibatch has a KL above this
     ent_coef: float = 0.01  # c₂: weight of the entropy bonus
     vf_coef: float = 0.5  # c₁: weight of the value loss, ½ (V - return)²
     max_grad_norm: float = 0.5  # clip the gradient to this global norm
@@ -274,9 +268,7 @@ class Rollout:
 
 
 @torch.inference_mode()
-def collect_rollout(
-    envs: VectorEnv, forward: Callable, rollout: Rollout, args: Args
-) -> list[tuple[float, int]]:
+def collect_rollout(envs: VectorEnv, forward: Callable, rollout: Rollout, args: Args) -> list[tuple]:
     """Fill the rollout with the next T steps of the environments; `forward` is the agent's.
 
     Returns the return and length of each game that ended.
@@ -328,12 +320,10 @@ def distance_moved(agent: Agent, batch: Batch) -> float:
     return mean(kl_divergence(batch.old_policy, policy), batch.weights).item()
 
 
-def update(
-    agent: Agent, optimizer: Adam, gradients: Callable, batch: Batch, args: Args, state: State
-) -> dict[str, float]:
+def update(agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, args: Args, state: State) -> dict:
     """K epochs of gradient steps on shuffled minibatches. Returns mean metrics; "kl" is of the last one.
 
-    `gradients` is compute_gradients, as a function of the minibatch's columns.
+    `compute` is compute_gradients, as a function of the minibatch's columns.
     """
     valid = batch.weights > 0
     errors, returns = (batch.returns - batch.old_values)[valid], batch.returns[valid]
@@ -348,7 +338,7 @@ def update(
         order = torch.randperm(len(batch.obs)).to(args.device)
         for rows in order.tensor_split(args.num_minibatches):
             minibatch = Batch(*(column[rows] for column in batch))
-            step_metrics = gradients(*minibatch)
+            step_metrics = compute(*minibatch)
             optimizer.step()
             steps.append(torch.stack([*step_metrics.values()]))  # a copy: a CUDA graph overwrites them
         if args.target_kl is not None and distance_moved(agent, minibatch) > args.target_kl:
@@ -390,7 +380,7 @@ def recorded(function: Callable, *examples: Tensor) -> Callable:
 
 
 def train(args: Args) -> dict:
-    """PPO ([PPO], Algorithm 1), then a greedy evaluation. Ctrl-C saves and stops, without an evaluation.
+    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is stopped, the last minute is lost.
 
     Returns "checkpoint" (its path), "training_return" (mean of the last 100 episodes) and "greedy_returns"
     (of the evaluation's episodes). Raises `ValueError` for invalid settings. With `resume`, the
@@ -403,8 +393,6 @@ def train(args: Args) -> dict:
         libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
         libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
     envs = make_envs(args, args.num_envs)
-    if envs.metadata.get("autoreset_mode") is not AutoresetMode.NEXT_STEP:
-        raise ValueError("the environments must reset in the next step: see Rollout")
     env_seed = seed_everything(args.seed)
     num_actions = int(envs.single_action_space.n)
     agent = Agent(args, num_actions).to(args.device)
@@ -412,7 +400,7 @@ def train(args: Args) -> dict:
     state = State(args.learning_rate)
     rollout = Rollout(args, num_actions)
     example = [column[: len(column) // args.num_minibatches] for column in make_batch(rollout, args)]
-    gradients = recorded(lambda *columns: compute_gradients(agent, Batch(*columns), args), *example)
+    compute = recorded(lambda *columns: compute_gradients(agent, Batch(*columns), args), *example)
     with torch.no_grad():
         forward = recorded(agent, rollout.obs[0])
     if args.resume:
@@ -421,21 +409,15 @@ def train(args: Args) -> dict:
 
     env_seed = (env_seed + state.global_step) % 2**29  # the ALE wants less than 2**31
     rollout.obs[-1] = torch.as_tensor(envs.reset(seed=env_seed)[0])  # where the first rollout starts
-    try:
-        while state.global_step < args.total_timesteps:
-            remaining = 1 - state.global_step / args.total_timesteps
-            state.learning_rate = args.learning_rate * (remaining if args.anneal_lr else 1)
-            episodes = collect_rollout(envs, forward, rollout, args)
-            batch = make_batch(rollout, args)
-            metrics = update(agent, optimizer, gradients, batch, args, state)
-            state.global_step += int(batch.weights.sum())
-            run.log(metrics, episodes)
-        envs.close()
-    except KeyboardInterrupt:
-        print("\nstopped", flush=True)
-    except Exception as error:
-        error.add_note(f"to continue from the last checkpoint: --resume {run.path}")
-        raise
+    while state.global_step < args.total_timesteps:
+        remaining = 1 - state.global_step / args.total_timesteps
+        state.learning_rate = args.learning_rate * (remaining if args.anneal_lr else 1)
+        episodes = collect_rollout(envs, forward, rollout, args)
+        batch = make_batch(rollout, args)
+        metrics = update(agent, optimizer, compute, batch, args, state)
+        state.global_step += int(batch.weights.sum())
+        run.log(metrics, episodes)
+    envs.close()
     return run.finish()
 
 
@@ -459,10 +441,8 @@ def check_args(args: Args) -> None:
     sizes = size, args.num_minibatches, args.update_epochs, args.num_threads, args.eval_episodes
     devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     for wrong, reason in [
-        (args.seed < 0, "--seed must not be negative"),
-        (min(sizes) < 1 or not args.learning_rate > 0, "sizes and --learning-rate must be positive"),
+        (min(sizes) < 1 or args.seed < 0, "sizes must be positive, and --seed not negative"),
         (size % max(args.num_minibatches, 1), f"--num-minibatches must divide the {size} steps of a rollout"),
-        (size > args.total_timesteps, f"--total-timesteps must be at least {size}, the size of a rollout"),
         (args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy"),
         (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
         (not devices.get(args.device.split(":")[0]), f"--device {args.device} is not there; use cpu"),
@@ -480,19 +460,17 @@ def check_args(args: Args) -> None:
         raise ValueError(f"--env-kwargs {args.env_kwargs}: {error}") from error
     envs.close()
     if path := args.resume or args.evaluate:
-        _, content = load_checkpoint(path)
+        weights = load_checkpoint(path)[1]["agent"]
         try:
-            Agent(args, int(envs.single_action_space.n)).load_state_dict(content["agent"])
+            Agent(args, int(envs.single_action_space.n)).load_state_dict(weights)
         except RuntimeError as error:
             raise ValueError(f"{path} is of another script, or not for {args.env_id}") from error
-        if args.resume and content["state"]["global_step"] >= args.total_timesteps:
-            raise ValueError(f"{path} is finished: raise --total-timesteps, or --evaluate it")
 
 
 # ------------------------------------------------- Environments --------------------------------------------
 
 
-def make_envs(args: Args, num_envs: int, **kwargs) -> VectorEnv:
+def make_envs(args: Args, num_envs: int) -> VectorEnv:
     """Games in the ALE's own vector environment, under DeepMind's protocol ([DQN], Methods).
 
     An action is held for 4 frames, and the last 2 of them are joined by their brighter pixels. An observation
@@ -505,7 +483,7 @@ def make_envs(args: Args, num_envs: int, **kwargs) -> VectorEnv:
     settings = gym.spec(args.env_id).kwargs | {"frameskip": 4, "reward_clipping": False}
     settings |= {"num_envs": num_envs, "num_threads": min(args.num_threads, num_envs)}
     settings |= json.loads(args.env_kwargs)
-    envs = AtariVectorEnv(**settings, **kwargs)
+    envs = AtariVectorEnv(**settings)
     buttons = [action.name for action in envs.ale.get_action_set()]
     button = buttons.index("FIRE") if "FIRE" in buttons else 0
     return LostLives(gym.wrappers.vector.RecordEpisodeStatistics(envs), button, args.clip_rewards)
@@ -578,14 +556,9 @@ class Run:
         if args.track:
             import wandb
 
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
-            wandb.init(**names, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
-        size = args.num_envs * args.num_steps
-        print(f"{args.env_id}: {args.total_timesteps:,.0f} steps in rollouts of {size:,}, seed {args.seed}")
-        print(f"update     {args.update_epochs} epochs x {args.num_minibatches} minibatches per rollout")
-        print(f"folder     {folder}", flush=True)
-        if args.resume:
-            print(f"resumed    after {state.global_step:,} of {args.total_timesteps:,.0f} steps")
+            wandb.init(name=folder.name, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
+        print(f"{args.env_id}: {state.global_step:,} of {args.total_timesteps:,.0f} steps, seed {args.seed}")
+        print(f"checkpoint {self.path}, curves: tensorboard --logdir runs", flush=True)
         self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)
         rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
@@ -594,52 +567,40 @@ class Run:
         self.streaks = [0] * len(ADVICE)
         self.returns: list[float] = []  # of all episodes
         self.average = math.nan  # of the last 100
-        self.last_time, self.last_step, self.last_print = time.monotonic(), state.global_step, 0.0
-        self.snapshot()
+        self.first_time, self.first_step, self.last_print = time.monotonic(), state.global_step, 0.0
         self.save()
-
-    def snapshot(self) -> None:
-        """Copy the state after a whole iteration: if the next one is interrupted, this is what is saved."""
-        content = {"args": asdict(self.args), "state": asdict(self.state), "random": torch.get_rng_state()}
-        content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
-        self.content = deepcopy(content)
 
     def save(self) -> None:
         """Write a checkpoint. If the process is killed meanwhile, the previous one is still there."""
         self.writer.flush()  # first, so that the curves have no gap where training resumes
-        torch.save(self.content, self.path.with_suffix(".tmp"))
+        content = {"args": asdict(self.args), "state": asdict(self.state), "random": torch.get_rng_state()}
+        content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save(content, self.path.with_suffix(".tmp"))
         self.path.with_suffix(".tmp").replace(self.path)
         self.last_save = time.monotonic()
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
         """Log an iteration, print progress and advice, and save a checkpoint every minute."""
-        if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
-            raise FloatingPointError("not finite: lower --learning-rate, or look for huge rewards")
-        if metrics["grad_norm"] == 0 and not self.last_print:  # in the first iteration
-            raise FloatingPointError("the gradient is 0: the loss does not depend on the networks")
+        if not (0 < metrics["grad_norm"] < math.inf and math.isfinite(metrics["kl"])):
+            raise FloatingPointError("the gradient is 0 or not finite: look at the loss and --learning-rate")
         args, step, now = self.args, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
         if episodes:
             returns, lengths = np.transpose(episodes)
             self.returns.extend(returns)
-            for suffix, statistic in (("", np.mean), ("_std", np.std), ("_min", np.min), ("_max", np.max)):
-                scalars[f"charts/episodic_return{suffix}"] = statistic(returns)
+            scalars["charts/episodic_return"] = returns.mean()
             scalars["charts/episodic_return_100"] = self.average = float(np.mean(self.returns[-100:]))
             scalars["charts/episodic_length"] = lengths.mean()
-        scalars["charts/SPS"] = speed = (step - self.last_step) / (now - self.last_time)
-        self.last_time, self.last_step = now, step
+        scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
         texts = advise(metrics | self.progress(), self.streaks)
-        for text in texts:
-            self.writer.add_text("advice", text, step)
         if texts or step >= args.total_timesteps or now - self.last_print > 5:
             self.last_print = now
             shown = f"return {self.average:.5g}" if self.returns else "no episode has ended yet"
             minutes = max(args.total_timesteps - step, 0) / speed / 60
             line = f"{step:>10,} steps  {shown}  KL {max(metrics['kl'], 0):.4f}"
             print("\n".join([f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", *texts]), flush=True)
-        self.snapshot()
         if now - self.last_save > 60:
             self.save()
 
@@ -651,15 +612,12 @@ class Run:
         return {"progress": self.state.global_step / self.args.total_timesteps, "gain": float(gain)}
 
     def finish(self) -> dict:
-        """Save, evaluate unless training was stopped, and close the log. Returns the results."""
+        """Save, evaluate, and close the log. Returns the results."""
         self.save()
-        results = {"checkpoint": str(self.path), "training_return": self.average}
-        if self.state.global_step >= self.args.total_timesteps:
-            returns = results["greedy_returns"] = evaluate(self.path, self.args)
-            self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
+        returns = evaluate(self.path, self.args)
+        self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
         self.writer.close()
-        print("curves     tensorboard --logdir runs")
-        return results
+        return {"checkpoint": str(self.path), "training_return": self.average, "greedy_returns": returns}
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
@@ -701,16 +659,12 @@ def evaluate(path: str | Path, args: Args) -> np.ndarray:
     act, envs = load_policy(path, args.device), make_envs(args, args.eval_episodes)
     seed = seed_everything(args.seed) % 2**29 + 2**30  # games that training has not seen
     obs, _ = envs.reset(seed=seed)
-    frames = []
-    if args.capture_video:  # the first game once more, in colour and full size
-        screen = make_envs(args, 1, grayscale=False, img_height=210, img_width=160)
-        screen.reset(seed=seed)
+    frames = []  # of the first game
     returns = np.full(args.eval_episodes, np.nan)
     while np.isnan(returns).any():
-        actions = act(obs)
         if args.capture_video and np.isnan(returns[0]):
-            frames.append(screen.step(actions[:1])[0][0, -1].copy())
-        obs, _, _, _, info = envs.step(actions)
+            frames.append(np.repeat(obs[0, -1, :, :, None], 3, -1))
+        obs, _, _, _, info = envs.step(act(obs))
         if "episode" in info:
             first = info["_episode"] & np.isnan(returns)
             returns[first] = info["episode"]["r"][first]
@@ -718,11 +672,8 @@ def evaluate(path: str | Path, args: Args) -> np.ndarray:
     if args.capture_video:
         from gymnasium.utils.save_video import save_video
 
-        screen.close()
         save_video(frames, str(Path(path).parent / "videos"), fps=15)
-        print(f"videos     {Path(path).parent / 'videos'}")
-    shown = f"{returns.mean():.5g} ± {returns.std():.3g}"
-    print(f"evaluation return {shown}, {len(returns)} episodes with the most likely actions")
+    print(f"evaluation return {returns.mean():.5g} ± {returns.std():.3g} with the most likely actions")
     return returns
 
 
@@ -749,11 +700,10 @@ def main() -> None:
     except (ValueError, OSError, ImportError, gym.error.Error) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: save, and stop
     if args.evaluate:
         evaluate(args.evaluate, args)
     else:
-        print(f"resume     python {sys.argv[0]} --resume {train(args)['checkpoint']}")
+        train(args)
 
 
 if __name__ == "__main__":

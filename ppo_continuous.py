@@ -40,11 +40,9 @@ import math
 import pickle
 import random
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -66,17 +64,12 @@ from torch.utils.tensorboard import SummaryWriter
 class Args:  # the trailing comments become --help
     exp_name: str = Path(sys.argv[0]).stem or "ppo_continuous"  # part of the run folder's name
     seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
-    resume: str | None = (
-        None  # resume from this checkpoint; flags override its settings, not what was adapted
-    )
+    resume: str | None = None  # resume from this checkpoint; flags override its settings
     evaluate: str | None = None  # only evaluate this checkpoint, greedily
     eval_episodes: int = 10  # episodes of an evaluation
     capture_video: bool = False  # record the evaluation in the run folder (needs moviepy)
     track: bool = False  # mirror TensorBoard to Weights & Biases (needs wandb)
-    wandb_project_name: str = "ppo"  # project at Weights & Biases
-    wandb_entity: str | None = None  # team at Weights & Biases; None is your own account
     device: str = "cpu"  # cpu, cuda or mps; small networks are fastest on the CPU
-    num_threads: int = 1  # PyTorch's CPU threads: for small networks, one is fastest
     compile: bool = False  # compile the gradient step: 1.6 times as fast, after some 25 s (PyTorch >= 2.13)
 
     # Environment
@@ -243,7 +236,7 @@ class State:
     learning_rate: float
     kl_coef: float
     global_step: int = 0  # transitions so far
-    kl: float | None = None  # of the last iteration; None before the first
+    kl: float = math.nan  # of the last iteration
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tensor, dict[str, Tensor]]:
@@ -436,8 +429,6 @@ def adjust_coefficients(state: State, args: Args) -> None:
         state.learning_rate = scheduled_lr
     if args.adapt != "kl-coef":
         state.kl_coef = args.kl_coef
-    if state.kl is None:
-        return
     rate = 1.5 if args.adapt == "learning-rate" else 2.0  # of Rudin et al. 2022, and of [PPO], §4
     caution = 1.0  # above 1, the next update becomes smaller
     if state.kl > 1.5 * args.desired_kl:
@@ -451,14 +442,14 @@ def adjust_coefficients(state: State, args: Args) -> None:
 
 
 def train(args: Args) -> dict:
-    """PPO ([PPO], Algorithm 1), then a greedy evaluation. Ctrl-C saves and stops, without an evaluation.
+    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is stopped, the last minute is lost.
 
     Returns "checkpoint" (its path), "training_return" (mean of the last 100 episodes) and "greedy_returns"
     (of the evaluation's episodes). Raises `ValueError` for invalid settings. With `resume`, the
     other settings are still those of `args`: only the command line takes them from the checkpoint.
     """
     check_args(args)
-    torch.set_num_threads(args.num_threads)
+    torch.set_num_threads(1)  # for small networks, one is fastest
     envs = make_envs(args)
     if envs.metadata.get("autoreset_mode") is not AutoresetMode.NEXT_STEP:
         raise ValueError("the environments must reset in the next step: see Rollout")
@@ -477,27 +468,21 @@ def train(args: Args) -> dict:
 
     # Where the first rollout starts. Some simulators take seeds below 2**31 only.
     rollout.obs[-1], _ = envs.reset(seed=(env_seed + state.global_step) % 2**31)
-    try:
-        if state.global_step == 0 and args.norm_obs:
-            # The first rollout only sets the normalisers: learning never sees raw observations.
-            collect_rollout(envs, agent, rollout, args)
-            normalize_rollout(agent, rollout, args)
-            state.global_step += int(rollout.valid.sum())
-        while state.global_step < args.total_timesteps:
-            adjust_coefficients(state, args)
-            episodes = collect_rollout(envs, agent, rollout, args)
-            normalize_rollout(agent, rollout, args)
-            batch = make_batch(agent, rollout, args)
-            metrics = update(agent, optimizer, compute, batch, rollout, args, state)
-            state.global_step += len(batch.obs)
-            state.kl = metrics["kl"]
-            run.log(metrics, episodes)
-        envs.close()
-    except KeyboardInterrupt:
-        print("\nstopped", flush=True)
-    except Exception as error:
-        error.add_note(f"to continue from the last checkpoint: --resume {run.path}")
-        raise
+    if state.global_step == 0 and args.norm_obs:
+        # The first rollout only sets the normalisers: learning never sees raw observations.
+        collect_rollout(envs, agent, rollout, args)
+        normalize_rollout(agent, rollout, args)
+        state.global_step += int(rollout.valid.sum())
+    while state.global_step < args.total_timesteps:
+        adjust_coefficients(state, args)
+        episodes = collect_rollout(envs, agent, rollout, args)
+        normalize_rollout(agent, rollout, args)
+        batch = make_batch(agent, rollout, args)
+        metrics = update(agent, optimizer, compute, batch, rollout, args, state)
+        state.global_step += len(batch.obs)
+        state.kl = metrics["kl"]
+        run.log(metrics, episodes)
+    envs.close()
     return run.finish()
 
 
@@ -529,14 +514,10 @@ def check_args(args: Args) -> None:
     minimum = size * (1 + args.norm_obs)  # the first rollout only sets the normalisers
     devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     for wrong, reason in [
-        (args.seed < 0, "--seed must not be negative"),
-        (min(sizes) < 1 or not args.learning_rate > 0, "sizes and --learning-rate must be positive"),
+        (min(sizes) < 1 or args.seed < 0, "sizes must be positive, and --seed not negative"),
         (4 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 4} for this rollout"),
         (minimum > args.total_timesteps, f"--total-timesteps must be at least {minimum} with these rollouts"),
-        (
-            args.adapt == "kl-coef" and args.surrogate == "clip",
-            "--adapt kl-coef needs --surrogate kl-penalty",
-        ),
+        (args.adapt == "kl-coef" and args.surrogate == "clip", "--adapt kl-coef needs a KL penalty"),
         (args.min_log_std > args.init_log_std, "--min-log-std must be at most --init-log-std"),
         (args.compile and torch.__version__ < "2.13", "--compile needs PyTorch 2.13"),
         (args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy"),
@@ -552,16 +533,12 @@ def check_args(args: Args) -> None:
     env.close()
     actions = env.action_space
     if not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1:
-        advice = "use ppo.py" if isinstance(actions, gym.spaces.Discrete) else "see docs/recipes.md"
-        raise ValueError(f"{args.env_id} has actions {actions}: {advice}")
+        raise ValueError(f"{actions} needs ppo.py if it is Discrete, else see docs/recipes.md")
     if path := args.resume or args.evaluate:
         try:
             load_policy(path, env)
         except RuntimeError as error:
             raise ValueError(f"{path} is of another script, or not for {args.env_id}") from error
-        done = load_checkpoint(path)[1]["state"]["global_step"]
-        if args.resume and done >= args.total_timesteps:
-            raise ValueError(f"{path} has {done} steps: raise --total-timesteps, or --evaluate it")
 
 
 # ------------------------------------------------- Environments --------------------------------------------
@@ -659,14 +636,9 @@ class Run:
         if args.track:
             import wandb
 
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
-            wandb.init(**names, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
-        size = args.num_envs * args.num_steps
-        print(f"{args.env_id}: {args.total_timesteps:,.0f} steps in rollouts of {size:,}, seed {args.seed}")
-        print(f"update     {args.update_epochs} epochs x {args.num_minibatches} minibatches per rollout")
-        print(f"folder     {folder}", flush=True)
-        if args.resume:
-            print(f"resumed    after {state.global_step:,} of {args.total_timesteps:,.0f} steps")
+            wandb.init(name=folder.name, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
+        print(f"{args.env_id}: {state.global_step:,} of {args.total_timesteps:,.0f} steps, seed {args.seed}")
+        print(f"checkpoint {self.path}, curves: tensorboard --logdir runs", flush=True)
         self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)
         rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
@@ -675,52 +647,40 @@ class Run:
         self.streaks = [0] * len(ADVICE)
         self.returns: list[float] = []  # of all episodes
         self.average = math.nan  # of the last 100
-        self.last_time, self.last_step, self.last_print = time.monotonic(), state.global_step, 0.0
-        self.snapshot()
+        self.first_time, self.first_step, self.last_print = time.monotonic(), state.global_step, 0.0
         self.save()
-
-    def snapshot(self) -> None:
-        """Copy the state after a whole iteration: if the next one is interrupted, this is what is saved."""
-        content = {"args": asdict(self.args), "state": asdict(self.state), "random": torch.get_rng_state()}
-        content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
-        self.content = deepcopy(content)
 
     def save(self) -> None:
         """Write a checkpoint. If the process is killed meanwhile, the previous one is still there."""
         self.writer.flush()  # first, so that the curves have no gap where training resumes
-        torch.save(self.content, self.path.with_suffix(".tmp"))
+        content = {"args": asdict(self.args), "state": asdict(self.state), "random": torch.get_rng_state()}
+        content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save(content, self.path.with_suffix(".tmp"))
         self.path.with_suffix(".tmp").replace(self.path)
         self.last_save = time.monotonic()
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
         """Log an iteration, print progress and advice, and save a checkpoint every minute."""
-        if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
-            raise FloatingPointError("not finite: lower --learning-rate, or look for huge rewards")
-        if metrics["grad_norm"] == 0 and not self.last_print:  # in the first iteration
-            raise FloatingPointError("the gradient is 0: the loss does not depend on the networks")
+        if not (0 < metrics["grad_norm"] < math.inf and math.isfinite(metrics["kl"])):
+            raise FloatingPointError("the gradient is 0 or not finite: look at the loss and --learning-rate")
         args, step, now = self.args, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
         if episodes:
             returns, lengths = np.transpose(episodes)
             self.returns.extend(returns)
-            for suffix, statistic in (("", np.mean), ("_std", np.std), ("_min", np.min), ("_max", np.max)):
-                scalars[f"charts/episodic_return{suffix}"] = statistic(returns)
+            scalars["charts/episodic_return"] = returns.mean()
             scalars["charts/episodic_return_100"] = self.average = float(np.mean(self.returns[-100:]))
             scalars["charts/episodic_length"] = lengths.mean()
-        scalars["charts/SPS"] = speed = (step - self.last_step) / (now - self.last_time)
-        self.last_time, self.last_step = now, step
+        scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
         texts = advise(metrics | self.progress(), self.streaks)
-        for text in texts:
-            self.writer.add_text("advice", text, step)
         if texts or step >= args.total_timesteps or now - self.last_print > 5:
             self.last_print = now
             shown = f"return {self.average:.5g}" if self.returns else "no episode has ended yet"
             minutes = max(args.total_timesteps - step, 0) / speed / 60
             line = f"{step:>10,} steps  {shown}  KL {max(metrics['kl'], 0):.4f}"
             print("\n".join([f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", *texts]), flush=True)
-        self.snapshot()
         if now - self.last_save > 60:
             self.save()
 
@@ -732,15 +692,12 @@ class Run:
         return {"progress": self.state.global_step / self.args.total_timesteps, "gain": float(gain)}
 
     def finish(self) -> dict:
-        """Save, evaluate unless training was stopped, and close the log. Returns the results."""
+        """Save, evaluate, and close the log. Returns the results."""
         self.save()
-        results = {"checkpoint": str(self.path), "training_return": self.average}
-        if self.state.global_step >= self.args.total_timesteps:
-            returns = results["greedy_returns"] = evaluate(self.path, self.args)
-            self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
+        returns = evaluate(self.path, self.args)
+        self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
         self.writer.close()
-        print("curves     tensorboard --logdir runs")
-        return results
+        return {"checkpoint": str(self.path), "training_return": self.average, "greedy_returns": returns}
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
@@ -787,9 +744,7 @@ def evaluate(path: str | Path, args: Args) -> np.ndarray:
     """Play --eval-episodes episodes with the most likely actions; print and return their returns."""
     env = make_env(args, **({"render_mode": "rgb_array"} if args.capture_video else {}))
     if args.capture_video:
-        videos = Path(path).parent / "videos"
-        env = gym.wrappers.RecordVideo(env, str(videos), lambda episode: True)
-        print(f"videos     {videos}")
+        env = gym.wrappers.RecordVideo(env, str(Path(path).parent / "videos"), lambda episode: True)
     act = load_policy(path, env, args.device)
     seed = (seed_everything(args.seed) + 2**30) % 2**31  # episodes that training has not seen
     returns = np.zeros(args.eval_episodes)
@@ -803,8 +758,7 @@ def evaluate(path: str | Path, args: Args) -> np.ndarray:
         else:
             print(f"episode {episode + 1} was stopped after 10,000 steps")
     env.close()
-    shown = f"{returns.mean():.5g} ± {returns.std():.3g}"
-    print(f"evaluation return {shown}, {len(returns)} episodes with the most likely actions")
+    print(f"evaluation return {returns.mean():.5g} ± {returns.std():.3g} with the most likely actions")
     return returns
 
 
@@ -833,13 +787,10 @@ def main() -> None:
     except (ValueError, OSError, ImportError, gym.error.Error) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: save, and stop
     if args.evaluate:
         evaluate(args.evaluate, args)
     else:
-        path = train(args)["checkpoint"]
-        module = f" --env-id {args.env_id}" if ":" in args.env_id else ""
-        print(f"resume     python {sys.argv[0]} --resume {path}{module}")
+        train(args)
 
 
 if __name__ == "__main__":
