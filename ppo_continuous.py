@@ -91,11 +91,9 @@ class Args:  # the trailing comments become --help
     recompute_advantages: bool = True  # before each epoch, with the current critic ([Study], §3.5)
     surrogate: Literal["clip", "kl-penalty"] = "clip"  # clipped ratio ([PPO], §3) or KL penalty ([PPO], §4)
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
-    clip_vloss: bool = False  # also clip the change of the value to ±ε ([Matters], §3)
     kl_coef: float = 1.0  # β: weight of the KL penalty
     adapt: Literal["none", "kl-coef", "learning-rate"] = "learning-rate"  # adapt this to --desired-kl
     desired_kl: float = 0.03  # KL divergence per iteration that --adapt aims at, in nats
-    target_kl: float | None = None  # stop an iteration after an epoch whose KL divergence exceeds this
     ent_coef: float = 0.0  # c₂: weight of the entropy bonus
     vf_coef: float = 0.25  # c₁: weight of the value loss, ½ (V - return)²
     max_grad_norm: float = 0.5  # clip the gradient to this global norm
@@ -255,10 +253,6 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tens
         policy_losses = state.kl_coef * kl_divergence(batch.old_policy, policy) - ratio * advantages
 
     value_losses = 0.5 * (values - batch.returns).square()
-    if args.clip_vloss:  # the larger of two losses: of V, and of V clipped to V_old ± ε
-        change = (values - batch.old_values).clamp(-args.clip_coef, args.clip_coef)
-        value_losses = torch.max(value_losses, 0.5 * (batch.old_values + change - batch.returns).square())
-
     entropies = entropy(policy)
     loss = (policy_losses + args.vf_coef * value_losses - args.ent_coef * entropies).mean()
     with torch.no_grad():  # the approximate KLs are k1 and k3 of Schulman 2020, "Approximating KL Divergence"
@@ -300,8 +294,8 @@ class Rollout:
         self.truncated = np.zeros(shape, bool)
         self.valid = np.zeros(shape, bool)
         self.discounted_returns = np.zeros(shape, np.float32)  # for scale_rewards
-        self.normalised_obs: Tensor  # [T+1, N, D], set by normalize_rollout
-        self.scaled_rewards: Tensor  # [T, N], set by normalize_rollout
+        # [T+1, N, D] and [T, N], by normalize_rollout
+        self.normalised_obs = self.scaled_rewards = torch.empty(0)
         # What the environments reported in each step. Gymnasium joins it, with the type of the first value:
         # if environment 0 reports 0, and not 0.0, then 0.5 of environment 1 becomes 0.
         self.infos = [{}] * args.num_steps
@@ -402,7 +396,7 @@ def update(
     steps = []  # metrics of each, still as tensors: reading them would wait for the GPU
     for epoch in range(args.update_epochs):
         if args.recompute_advantages and epoch > 0:
-            batch = make_batch(agent, rollout, args)._replace(old_values=batch.old_values)
+            batch = make_batch(agent, rollout, args)
         order = torch.randperm(len(batch.obs)).to(args.device)
         for rows in order.tensor_split(args.num_minibatches):
             minibatch = Batch(*(column[rows] for column in batch))
@@ -410,14 +404,11 @@ def update(
             steps.append(compute(agent, minibatch, args, state))
             optimizer.step()
             agent.log_std.data.clamp_(min=args.min_log_std)  # a clamp in `policy` would stop the gradient
-        if args.target_kl is not None and distance_moved(agent, batch) > args.target_kl:
-            break
     for name in steps[0]:
         metrics[name] = torch.stack([each[name] for each in steps]).mean().item()
     metrics["first_approx_kl"] = steps[0]["approx_kl"].item()  # before the first step: 0, up to rounding
     metrics["kl"] = distance_moved(agent, batch)
-    stds = agent.policy(batch.obs).chunk(2, -1)[1].exp()
-    metrics |= {"std": stds.mean().item(), "std_min": stds.min().item(), "std_max": stds.max().item()}
+    metrics["std"] = agent.policy(batch.obs).chunk(2, -1)[1].exp().mean().item()
     return metrics
 
 
@@ -511,14 +502,16 @@ def check_args(args: Args) -> None:
     """Raise `ValueError` for invalid settings."""
     size = args.num_envs * args.num_steps
     sizes = size, args.num_minibatches, args.update_epochs, args.hidden_size, args.eval_episodes
-    minimum = size * (1 + args.norm_obs)  # the first rollout only sets the normalisers
     devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     for wrong, reason in [
         (min(sizes) < 1 or args.seed < 0, "sizes must be positive, and --seed not negative"),
         (4 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 4} for this rollout"),
-        (minimum > args.total_timesteps, f"--total-timesteps must be at least {minimum} with these rollouts"),
+        # With normalisers, the first rollout only sets these.
+        (
+            size * (1 + args.norm_obs) > args.total_timesteps,
+            "--total-timesteps is too small for the rollouts",
+        ),
         (args.adapt == "kl-coef" and args.surrogate == "clip", "--adapt kl-coef needs a KL penalty"),
-        (args.min_log_std > args.init_log_std, "--min-log-std must be at most --init-log-std"),
         (args.compile and torch.__version__ < "2.13", "--compile needs PyTorch 2.13"),
         (args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy"),
         (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
@@ -607,7 +600,7 @@ ADVICE = [  # iterations in a row; condition on the metrics; what to do
      "all episodes have had the same return: check the rewards"),
     (10, lambda m: m["gain"] < (0.5 if m["progress"] > 0.5 else -0.5),
      "the return is lower or hardly higher than at first: see docs/metrics.md, The return does not rise"),
-    (10, lambda m: m["std_max"] > 3,
+    (10, lambda m: m["std"] > 3,
      "a standard deviation > 3, where 1 is half of an action's range: lower --ent-coef or --learning-rate"),
 ]  # fmt: skip
 

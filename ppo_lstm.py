@@ -86,8 +86,6 @@ class Args:  # the trailing comments become --help
     num_minibatches: int = 4  # minibatches of whole environments per epoch, one gradient step each
     norm_adv: bool = True  # normalise the advantages of each minibatch to mean 0, standard deviation 1
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
-    clip_vloss: bool = False  # also clip the change of the value to ±ε ([Matters], §3)
-    target_kl: float | None = None  # stop an iteration after an epoch whose KL divergence exceeds this
     ent_coef: float = 0.01  # c₂: weight of the entropy bonus
     vf_coef: float = 0.5  # c₁: weight of the value loss, ½ (V - return)²
     max_grad_norm: float = 0.5  # clip the gradient to this global norm
@@ -290,10 +288,6 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, 
     policy_losses = -torch.min(ratio * advantages, clipped_ratio * advantages)
 
     value_losses = 0.5 * (values - batch.returns).square()
-    if args.clip_vloss:  # the larger of two losses: of V, and of V clipped to V_old ± ε
-        change = (values - batch.old_values).clamp(-args.clip_coef, args.clip_coef)
-        value_losses = torch.max(value_losses, 0.5 * (batch.old_values + change - batch.returns).square())
-
     entropies = entropy(policy)
     loss = mean(policy_losses + args.vf_coef * value_losses - args.ent_coef * entropies, batch.weights)
     with torch.no_grad():  # the approximate KLs are k1 and k3 of Schulman 2020, "Approximating KL Divergence"
@@ -436,8 +430,6 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, state: State
             step_metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
             optimizer.step()
             steps.append(step_metrics)
-        if args.target_kl is not None and distance_moved(agent, batch) > args.target_kl:
-            break
     for name in steps[0]:
         metrics[name] = torch.stack([each[name] for each in steps]).mean().item()
     metrics["first_approx_kl"] = steps[0]["approx_kl"].item()  # before the first step: 0, up to rounding
@@ -545,36 +537,6 @@ def make_envs(args: Args) -> VectorEnv:
     return vectorize([partial(make, index) for index in range(args.num_envs)])
 
 
-# ------------------------------------------------- Advice --------------------------------------------------
-
-ADVICE = [  # iterations in a row; condition on the metrics; what to do
-    (1, lambda m: m["first_approx_kl"] > 0.01,
-     "KL > 0.01 before the first gradient step: acting and learning do not compute the same policy"),
-    (1, lambda m: m["kl"] > 1,
-     "KL > 1: the update was too large; check --learning-rate and the sign of the loss"),
-    (5, lambda m: m["kl"] > 0.05,
-     "KL > 0.05: updates are too large; lower --learning-rate or --update-epochs"),
-    (20, lambda m: m["kl"] < 1e-6 and m["progress"] < 0.5 and not m["gain"] > 1,
-     "KL < 1e-6: the policy hardly changes; --learning-rate is too low or far too high, or no step is taken"),
-    (20, lambda m: m["explained_variance"] < 0.05 and m["critic_error"] > 0.03 and m["progress"] > 0.1,
-     "explained variance < 0.05: the critic predicts little; check rewards, observations and its loss"),
-    (20, lambda m: m["gain"] == 0,
-     "all episodes have had the same return: check the rewards"),
-    (10, lambda m: m["gain"] < (0.5 if m["progress"] > 0.5 else -0.5),
-     "the return is lower or hardly higher than at first: see docs/metrics.md, The return does not rise"),
-]  # fmt: skip
-
-
-def advise(metrics: dict[str, float], streaks: list[int]) -> list[str]:
-    """The texts of ADVICE whose condition has now held for long enough."""
-    texts = []
-    for i, (iterations, applies, text) in enumerate(ADVICE):
-        streaks[i] = streaks[i] + 1 if applies(metrics) else 0
-        if streaks[i] == iterations:
-            texts.append(text)
-    return texts
-
-
 # ------------------------------------------------- Logging and checkpoints ---------------------------------
 
 
@@ -597,7 +559,6 @@ class Run:
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
         # A copy of this file, so that `plot.py` tells runs of changed copies apart.
         Path(folder, Path(__file__).name).write_bytes(Path(__file__).read_bytes())
-        self.streaks = [0] * len(ADVICE)
         self.returns: list[float] = []  # of all episodes
         self.average = math.nan  # of the last 100
         self.first_time, self.first_step, self.last_print = time.monotonic(), state.global_step, 0.0
@@ -613,7 +574,7 @@ class Run:
         self.last_save = time.monotonic()
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
-        """Log an iteration, print progress and advice, and save a checkpoint every minute."""
+        """Log an iteration, print progress, and save a checkpoint every minute."""
         if not (0 < metrics["grad_norm"] < math.inf and math.isfinite(metrics["kl"])):
             raise FloatingPointError("the gradient is 0 or not finite: look at the loss and --learning-rate")
         args, step, now = self.args, self.state.global_step, time.monotonic()
@@ -627,22 +588,14 @@ class Run:
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
-        texts = advise(metrics | self.progress(), self.streaks)
-        if texts or step >= args.total_timesteps or now - self.last_print > 5:
+        if step >= args.total_timesteps or now - self.last_print > 5:
             self.last_print = now
             shown = f"return {self.average:.5g}" if self.returns else "no episode has ended yet"
             minutes = max(args.total_timesteps - step, 0) / speed / 60
             line = f"{step:>10,} steps  {shown}  KL {max(metrics['kl'], 0):.4f}"
-            print("\n".join([f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", *texts]), flush=True)
+            print(f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", flush=True)
         if now - self.last_save > 60:
             self.save()
-
-    def progress(self) -> dict[str, float]:
-        """How far training is, and the gain: by how many standard deviations the return has risen."""
-        first, last = self.returns[:100], self.returns[-100:]
-        known = len(self.returns) >= 200 and not self.args.resume
-        gain = (np.mean(last) - np.mean(first)) / (np.std(first) + 1e-8) if known else math.nan
-        return {"progress": self.state.global_step / self.args.total_timesteps, "gain": float(gain)}
 
     def finish(self) -> dict:
         """Save, evaluate, and close the log. Returns the results."""

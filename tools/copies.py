@@ -21,7 +21,9 @@ ORIGINALS = {
     "ppo_continuous.py": "ppo.py",
     "ppo_atari.py": "ppo.py",
     "ppo_gpu.py": "ppo_continuous.py",
-    "ppo_lstm.py": "ppo.py",
+    "ppo_lstm.py": "mlp Agent Agent.__init__ Agent.policy Agent.value Batch State ppo_loss Rollout "
+    "Rollout.__init__ collect_rollout make_batch distance_moved update adjust_coefficients train check_args "
+    "ADVICE advise Run.__init__ Run.log Run.progress load_policy evaluate",
     "grpo.py": "ppo_rlhf.py",
 }
 DIFFERENT = {  # script: units of its original that differ there on purpose, or are absent
