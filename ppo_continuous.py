@@ -506,11 +506,7 @@ def check_args(args: Args) -> None:
     for wrong, reason in [
         (min(sizes) < 1 or args.seed < 0, "sizes must be positive, and --seed not negative"),
         (4 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 4} for this rollout"),
-        # With normalisers, the first rollout only sets these.
-        (
-            size * (1 + args.norm_obs) > args.total_timesteps,
-            "--total-timesteps is too small for the rollouts",
-        ),
+        (size * (1 + args.norm_obs) > args.total_timesteps, "--total-timesteps must be two rollouts or more"),
         (args.adapt == "kl-coef" and args.surrogate == "clip", "--adapt kl-coef needs a KL penalty"),
         (args.compile and torch.__version__ < "2.13", "--compile needs PyTorch 2.13"),
         (args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy"),

@@ -121,8 +121,6 @@ def run_ours(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
             results = script.train(replace(args, resume=checkpoint and str(checkpoint)))
         else:  # it was stopped in its evaluation
             results = {"checkpoint": checkpoint, "greedy_returns": script.evaluate(checkpoint, args)}
-        if "greedy_returns" not in results:
-            raise KeyboardInterrupt  # training was stopped
         folder = Path(results["checkpoint"]).parent
         log = EventAccumulator(str(folder), {"scalars": 0}).Reload()
         sessions = len(list(folder.glob("events*")))  # processes that trained

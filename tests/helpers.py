@@ -5,7 +5,6 @@ import copy
 import io
 import os
 import re
-import signal
 import sys
 import traceback
 from dataclasses import fields, replace
@@ -267,8 +266,7 @@ def call(case, folder, *words):
     out, err, status = io.StringIO(), io.StringIO(), 0
     user_envs.LOG.clear()
     sys.path_importer_cache.pop(".", None)  # it is another folder now
-    before, argv, path, handler = Path.cwd(), sys.argv, sys.path[:], signal.getsignal(signal.SIGTERM)
-    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup, for example, turns it off
+    before, argv, path = Path.cwd(), sys.argv, sys.path[:]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             os.chdir(folder)
@@ -282,8 +280,6 @@ def call(case, folder, *words):
         finally:
             os.chdir(before)
             sys.argv, sys.path[:] = argv, path
-            signal.signal(signal.SIGTERM, handler)
-            signal.signal(signal.SIGINT, interrupt)
     return SimpleNamespace(status=status, out=out.getvalue(), err=err.getvalue())
 
 

@@ -126,7 +126,7 @@ def reference_loss(case, policy, values, batch, args, surrogate, coefficients):
     else:
         objective = ratio * advantages - coefficients["kl_coef"] * kl_divergence(old, new)
     error = (values - returns) ** 2
-    if args.clip_vloss:
+    if getattr(args, "clip_vloss", False):
         near = torch.minimum(torch.maximum(values, old_values - epsilon), old_values + epsilon)
         error = torch.maximum(error, (near - returns) ** 2)
     metrics = {
@@ -149,7 +149,8 @@ SURROGATES = (DISCRETE, "clip"), (DISCRETE, "kl-penalty"), (CONTINUOUS, "clip"),
 def test_loss(case, surrogate, clip_vloss, norm_adv):
     """Loss, metrics and gradients are the reference's; the state's coefficients count, not the settings'."""
     coefficients = {"clip_coef": 0.15, "kl_coef": 1.7, "ent_coef": 0.3}
-    settings = {"clip_vloss": clip_vloss, "norm_adv": norm_adv, "vf_coef": 0.8}
+    settings = {"norm_adv": norm_adv, "vf_coef": 0.8}
+    settings |= {} if case is CONTINUOUS else {"clip_vloss": clip_vloss}
     if case is ATARI:
         args = case.make_args(**settings, clip_coef=0.15, ent_coef=0.3)
         rest = (args,)

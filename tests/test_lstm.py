@@ -314,7 +314,7 @@ def test_minibatches_are_of_whole_environments(cell, number):
 
 
 @each_cell
-@pytest.mark.parametrize("settings", [{}, {"norm_adv": False, "clip_vloss": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"norm_adv": False}], ids=str)
 def test_loss(cell, settings):
     """Loss and metrics are means over the transitions: computed by a loop in float64."""
     args = make_args(cell=cell, num_steps=30, **settings)
@@ -337,9 +337,6 @@ def test_loss(cell, settings):
     ratio = np.exp(log_probs - old)
     gains = np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
     errors = 0.5 * (values - returns) ** 2
-    if args.clip_vloss:
-        clipped = old_values + np.clip(values - old_values, -0.2, 0.2)
-        errors = np.maximum(errors, 0.5 * (clipped - returns) ** 2)
     entropies = -(np.exp(policy) * policy).sum(-1)[valid]
     expected = {
         "policy_loss": -gains.mean(), "value_loss": errors.mean(), "entropy": entropies.mean(),
@@ -414,14 +411,6 @@ def test_gradient_steps(largest):
                 parameter.sub_(1e-3 * grad * scale)
     for one, other in zip(agent.parameters(), by_hand.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-
-
-def test_target_kl_stops_after_an_epoch():
-    """The epoch after which the KL is above it is the last."""
-    args = make_args(learning_rate=0.1, update_epochs=5)
-    for target, epochs in ((1e-9, 1), (1e9, 5), (None, 5)):
-        agent, _, batch = rollout_of(args)
-        assert len(recorded(agent, batch, replace(args, target_kl=target))) == 2 * epochs
 
 
 # Runs
@@ -505,8 +494,7 @@ def test_a_cue_is_remembered_for_eight_steps(script, cell, low, high, tmp_path, 
     ("words", "expected"),
     [
         ("--num-minibatches 17", "--num-minibatches must be at most --num-envs"),
-        ("--total-timesteps 2047", "--total-timesteps must be at least 2048"),
-        ("--env-id Pendulum-v1", "use ppo_continuous.py"),
+        ("--env-id Pendulum-v1", "ppo_continuous.py"),
         ("--hidden-size 0", "positive"),
     ],
 )

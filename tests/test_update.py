@@ -240,14 +240,13 @@ def test_metrics_of_an_update(case):
     assert expected["kl"] > 1e-3
     if case is CONTINUOUS:
         stds = float64(agent.log_std.exp())
-        expected |= {"std": stds.mean(), "std_min": stds.min(), "std_max": stds.max()}
+        expected["std"] = stds.mean()
     assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-8)
 
 
-@each_script
-def test_target_kl_stops_the_epochs(case):
+def test_target_kl_stops_the_epochs():
     """The first epoch that ends above --target-kl is the last; what it did stays."""
-    ends = []
+    case, ends = DISCRETE, []
     for epochs in range(1, 7):
         args = case.make_args(update_epochs=epochs)
         agent = case.make_agent(args)
@@ -300,7 +299,7 @@ def test_recompute_advantages(norm_rewards, recompute):
 def test_one_epoch_of_one_minibatch_is_a_step_of_a2c(case, surrogate, limit):
     """With plain gradient descent: A2C's gradient, clipped, times the state's learning rate."""
     settings = {"update_epochs": 1, "num_minibatches": 1, "surrogate": surrogate, "max_grad_norm": limit}
-    args = case.make_args(norm_adv=False, clip_vloss=True, **settings)
+    args = case.make_args(norm_adv=False, **settings)
     agent, state = case.make_agent(args), case.make_state(args)
     state.learning_rate = 0.02
     rollout, a2c = case.make_rollout(args, agent), copy.deepcopy(agent)

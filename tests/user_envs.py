@@ -3,7 +3,6 @@
 `--env-id user_envs:Walk-v0` has discrete actions, `user_envs:WalkBox-v0` continuous ones; so for each name.
 """
 
-import signal
 from collections import defaultdict
 
 import gymnasium as gym
@@ -71,8 +70,6 @@ class Walk(gym.Env):
                 self.fault == "nan at the end" and over and self.kind != 1
             ):
                 obs = obs * np.nan
-            if self.fault in ("SIGINT", "SIGTERM", "SIGKILL") and len(LOG["steps"]) == self.at:
-                signal.raise_signal(getattr(signal, self.fault))
         return obs, reward, over and self.kind != 1, over and self.kind != 0, {"steps": len(self.rewards)}
 
     def render(self):

@@ -21,9 +21,7 @@ ORIGINALS = {
     "ppo_continuous.py": "ppo.py",
     "ppo_atari.py": "ppo.py",
     "ppo_gpu.py": "ppo_continuous.py",
-    "ppo_lstm.py": "mlp Agent Agent.__init__ Agent.policy Agent.value Batch State ppo_loss Rollout "
-    "Rollout.__init__ collect_rollout make_batch distance_moved update adjust_coefficients train check_args "
-    "ADVICE advise Run.__init__ Run.log Run.progress load_policy evaluate",
+    "ppo_lstm.py": "ppo.py",
     "grpo.py": "ppo_rlhf.py",
 }
 DIFFERENT = {  # script: units of its original that differ there on purpose, or are absent
@@ -42,7 +40,7 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "parse_args main --desired_kl",
     "ppo_lstm.py": "mlp Agent Agent.__init__ Agent.policy Agent.value Batch State ppo_loss Rollout "
     "Rollout.__init__ collect_rollout make_batch distance_moved update adjust_coefficients train check_args "
-    "load_policy evaluate",
+    "ADVICE advise Run.__init__ Run.log Run.progress load_policy evaluate",
     "grpo.py": "PRETRAINED NETWORKS SHOWN ScalarModel ScalarModel.__init__ ScalarModel.forward Models "
     "Models.__init__ Task score whiten token_rewards compute_gae Batch ppo_loss collect update train "
     "evaluate PRODUCTS (TONES,GOOD,BAD) WORDS make_reviews write_review human tastes learn_from_comparisons "
