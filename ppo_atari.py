@@ -10,8 +10,7 @@
     python ppo_atari.py --env-id ALE/Pong-v5 --learning-rate 5e-4 --num-minibatches 8
     python ppo_atari.py --evaluate runs/<run>/checkpoint.pt --capture-video
 
-It trains on any game of the Arcade Learning Environment (ALE), under DeepMind's protocol, which `make_envs`
-describes.
+It trains on any game of the Arcade Learning Environment (ALE), under DeepMind's protocol: see `make_envs`.
 
   [PPO]     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   [GAE]     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
@@ -22,8 +21,7 @@ describes.
   [DQN]     Mnih et al. 2015, "Human-level control through deep reinforcement learning", Nature 518
   [ALE]     Machado et al. 2018, "Revisiting the Arcade Learning Environment", arXiv:1709.06009
 
-PPO itself comes first, in the order of the paper, up to `train`, its Algorithm 1. What training needs around
-it follows. An iteration, and what each part returns:
+PPO comes first, in the order of the paper, up to `train`. An iteration, and what each part returns:
 
     train                    the results, after repeating:
       collect_rollout        the games that ended, after it has filled the rollout with T steps
@@ -224,12 +222,11 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, 
     entropies = entropy(policy)
     shares = batch.weights / batch.weights.sum().clamp(min=1)  # weights in a mean
     loss = (policy_losses + args.vf_coef * value_losses - args.ent_coef * entropies) @ shares
-    with torch.no_grad():  # the approximate KLs are k1 and k3 of Schulman 2020, "Approximating KL Divergence"
+    with torch.no_grad():  # approx_kl is k3 of Schulman 2020, "Approximating KL Divergence"
         metrics = {
             "policy_loss": policy_losses @ shares,
             "value_loss": value_losses @ shares,
             "entropy": entropies @ shares,
-            "old_approx_kl": -log_ratio @ shares,
             "approx_kl": (ratio - 1 - log_ratio) @ shares,
             "clipfrac": ((ratio - 1).abs() > args.clip_coef).type_as(shares) @ shares,
         }
@@ -244,8 +241,8 @@ class Rollout:
 
     When step t ends an episode, that is a game or a life, obs[t+1] is its last state, so the value there is
     row t+1 of the values. Step t+1 then ignores its action: it resets the game and returns a reward of 0
-    (AutoresetMode.NEXT_STEP of Gymnasium), or presses FIRE after a lost life. It is one of the T steps, but a
-    filler row: not valid, and not learnt from.
+    (AutoresetMode.NEXT_STEP of Gymnasium), or presses FIRE after a lost life. It is a filler row: not valid,
+    and not learnt from.
 
         step   t       t+1     t+2
         obs    s       last s  first s of the next episode
@@ -269,10 +266,7 @@ class Rollout:
 
 @torch.inference_mode()
 def collect_rollout(envs: VectorEnv, forward: Callable, rollout: Rollout, args: Args) -> list[tuple]:
-    """Fill the rollout with the next T steps of the environments; `forward` is the agent's.
-
-    Returns the return and length of each game that ended.
-    """
+    """Fill the rollout with the next T steps. Returns the return and length of each game that ended."""
     obs, actions, rewards, valid = rollout.obs, rollout.actions, rollout.rewards, rollout.valid
     terminated, truncated = rollout.terminated, rollout.truncated
     episodes = []
@@ -321,10 +315,7 @@ def distance_moved(agent: Agent, batch: Batch) -> float:
 
 
 def update(agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, args: Args, state: State) -> dict:
-    """K epochs of gradient steps on shuffled minibatches. Returns mean metrics; "kl" is of the last one.
-
-    `compute` is compute_gradients, as a function of the minibatch's columns.
-    """
+    """K epochs of gradient steps on shuffled minibatches. Returns mean metrics; "kl" is of the last one."""
     valid = batch.weights > 0
     errors, returns = (batch.returns - batch.old_values)[valid], batch.returns[valid]
     metrics = {
@@ -382,9 +373,8 @@ def recorded(function: Callable, *examples: Tensor) -> Callable:
 def train(args: Args) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is stopped, the last minute is lost.
 
-    Returns "checkpoint" (its path), "training_return" (mean of the last 100 episodes) and "greedy_returns"
-    (of the evaluation's episodes). Raises `ValueError` for invalid settings. With `resume`, the
-    other settings are still those of `args`: only the command line takes them from the checkpoint.
+    Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
+    `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`.
     """
     check_args(args)
     torch.set_num_threads(args.num_threads)
@@ -422,9 +412,6 @@ def train(args: Args) -> dict:
 
 
 # ========================== End of PPO. What follows is what training needs around it ======================
-
-
-# ------------------------------------------------- Seeds and settings --------------------------------------
 
 
 def seed_everything(seed: int) -> int:
@@ -512,7 +499,7 @@ class LostLives(gym.vector.VectorWrapper):
         return obs, rewards, terminated | self.lost, truncated, info
 
 
-# ------------------------------------------------- Advice --------------------------------------------------
+# ------------------------------------------------- Logging and checkpoints ---------------------------------
 
 ADVICE = [  # iterations in a row; condition on the metrics; what to do
     (1, lambda m: m["first_approx_kl"] > 0.01,
@@ -540,9 +527,6 @@ def advise(metrics: dict[str, float], streaks: list[int]) -> list[str]:
         if streaks[i] == iterations:
             texts.append(text)
     return texts
-
-
-# ------------------------------------------------- Logging and checkpoints ---------------------------------
 
 
 class Run:
@@ -581,7 +565,8 @@ class Run:
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
         """Log an iteration, print progress and advice, and save a checkpoint every minute."""
-        if not (0 < metrics["grad_norm"] < math.inf and math.isfinite(metrics["kl"])):
+        stuck = metrics["grad_norm"] == 0 and not self.last_print  # in the first iteration
+        if stuck or not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
             raise FloatingPointError("the gradient is 0 or not finite: look at the loss and --learning-rate")
         args, step, now = self.args, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
@@ -594,7 +579,11 @@ class Run:
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
-        texts = advise(metrics | self.progress(), self.streaks)
+        first, last = self.returns[:100], self.returns[-100:]
+        known = len(self.returns) >= 200 and not args.resume
+        # By how many standard deviations the return has risen.
+        gain = (np.mean(last) - np.mean(first)) / (np.std(first) + 1e-8) if known else math.nan
+        texts = advise(metrics | {"progress": step / args.total_timesteps, "gain": gain}, self.streaks)
         if texts or step >= args.total_timesteps or now - self.last_print > 5:
             self.last_print = now
             shown = f"return {self.average:.5g}" if self.returns else "no episode has ended yet"
@@ -603,13 +592,6 @@ class Run:
             print("\n".join([f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", *texts]), flush=True)
         if now - self.last_save > 60:
             self.save()
-
-    def progress(self) -> dict[str, float]:
-        """How far training is, and the gain: by how many standard deviations the return has risen."""
-        first, last = self.returns[:100], self.returns[-100:]
-        known = len(self.returns) >= 200 and not self.args.resume
-        gain = (np.mean(last) - np.mean(first)) / (np.std(first) + 1e-8) if known else math.nan
-        return {"progress": self.state.global_step / self.args.total_timesteps, "gain": float(gain)}
 
     def finish(self) -> dict:
         """Save, evaluate, and close the log. Returns the results."""
@@ -677,17 +659,14 @@ def evaluate(path: str | Path, args: Args) -> np.ndarray:
     return returns
 
 
-# Never taken from a checkpoint.
-RUN_ONLY = "resume", "evaluate", "track", "capture_video", "device", "num_threads"
-
-
 def parse_args() -> Args:
     """The settings of the command line; with --resume or --evaluate, the others are the checkpoint's."""
     description = __doc__.partition("\n  [PPO]")[0]
     args = tyro.cli(Args, description=description)
     if path := args.resume or args.evaluate:
         saved, _ = load_checkpoint(path)
-        default = replace(saved, **{name: getattr(Args, name) for name in RUN_ONLY})
+        of_this_run = "resume", "evaluate", "track", "capture_video", "device", "num_threads"
+        default = replace(saved, **{name: getattr(Args, name) for name in of_this_run})
         args = tyro.cli(Args, description=description, default=default)
     check_args(args)
     return args

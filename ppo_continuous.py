@@ -21,8 +21,7 @@ To use your own, register it and name it (`--env-id my_module:MyEnv-v0`), or cha
   [Study]   Andrychowicz et al. 2021, "What Matters In On-Policy Reinforcement Learning?", arXiv:2006.05990
   [37]      Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog
 
-PPO itself comes first, in the order of the paper, up to `train`, its Algorithm 1. What training needs around
-it follows. An iteration, and what each part returns:
+PPO comes first, in the order of the paper, up to `train`. An iteration, and what each part returns:
 
     train                      the results, after repeating:
       adjust_coefficients      nothing: it sets the coefficients in the state
@@ -138,10 +137,7 @@ class RunningMoments(nn.Module):
 
 
 class Agent(nn.Module):
-    """Actor and critic, with the running statistics they depend on: a saved agent is complete.
-
-    All of its parameters are learnt; freeze those of other networks (`requires_grad_(False)`).
-    """
+    """Actor and critic, with the running statistics they depend on: a saved agent is complete."""
 
     def __init__(self, args: Args, obs_space: gym.spaces.Box, action_size: int):
         super().__init__()
@@ -222,7 +218,6 @@ class Batch(NamedTuple):
     obs: Tensor  # [B, D], normalised
     actions: Tensor  # [B, A]
     old_policy: Tensor  # [B, 2A], π_old(·|s) as means and log standard deviations
-    old_values: Tensor  # [B], V_old(s)
     advantages: Tensor  # [B]
     returns: Tensor  # [B]
 
@@ -255,12 +250,11 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tens
     value_losses = 0.5 * (values - batch.returns).square()
     entropies = entropy(policy)
     loss = (policy_losses + args.vf_coef * value_losses - args.ent_coef * entropies).mean()
-    with torch.no_grad():  # the approximate KLs are k1 and k3 of Schulman 2020, "Approximating KL Divergence"
+    with torch.no_grad():  # approx_kl is k3 of Schulman 2020, "Approximating KL Divergence"
         metrics = {
             "policy_loss": policy_losses.mean(),
             "value_loss": value_losses.mean(),
             "entropy": entropies.mean(),
-            "old_approx_kl": -log_ratio.mean(),
             "approx_kl": (ratio - 1 - log_ratio).mean(),
             "clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean(),
         }
@@ -275,8 +269,7 @@ class Rollout:
 
     When step t ends an episode, obs[t+1] is its last state, so the value there is row t+1 of the values. Step
     t+1 then ignores its action, returns a reward of 0, and only resets the environment
-    (AutoresetMode.NEXT_STEP of Gymnasium). It is one of the T steps, but a filler row: not valid, and not
-    learnt from.
+    (AutoresetMode.NEXT_STEP of Gymnasium). It is a filler row: not valid, and not learnt from.
 
         step   t       t+1     t+2
         obs    s       last s  first s of the next episode
@@ -303,10 +296,7 @@ class Rollout:
 
 @torch.inference_mode()
 def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args) -> list[tuple[float, int]]:
-    """Fill the rollout with the next T steps of the environments under the agent's policy.
-
-    Returns the return and length of each episode that ended.
-    """
+    """Fill the rollout with the next T steps. Returns the return and length of each episode that ended."""
     obs, actions, rewards, valid = rollout.obs, rollout.actions, rollout.rewards, rollout.valid
     terminated, truncated = rollout.terminated, rollout.truncated
     episodes = []
@@ -363,7 +353,7 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args) -> Batch:
     obs, rewards = rollout.normalised_obs, rollout.scaled_rewards
     values = agent.value(obs)
     advantages, returns = compute_gae(rewards, values, terminated, truncated, args.gamma, args.gae_lambda)
-    columns = obs[:-1], actions, rollout.policies, values[:-1], advantages, returns
+    columns = obs[:-1], actions, rollout.policies, advantages, returns
     return Batch(*(column[valid] for column in columns))
 
 
@@ -375,17 +365,11 @@ def compute_gradients(agent: Agent, minibatch: Batch, args: Args, state: State) 
     return metrics
 
 
-@torch.no_grad()
-def distance_moved(agent: Agent, batch: Batch) -> float:
-    """KL divergence of the current policy from the one that acted, in nats."""
-    return kl_divergence(batch.old_policy, agent.policy(batch.obs)).mean().item()
-
-
 def update(
     agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, rollout: Rollout, args: Args, state: State
 ) -> dict[str, float]:
     """K epochs of gradient steps on shuffled minibatches. Returns mean metrics."""
-    errors = batch.returns - batch.old_values
+    errors = batch.advantages  # returns - V_old(s)
     metrics = {
         "charts/learning_rate": state.learning_rate,
         "charts/kl_coef": state.kl_coef,
@@ -407,8 +391,8 @@ def update(
     for name in steps[0]:
         metrics[name] = torch.stack([each[name] for each in steps]).mean().item()
     metrics["first_approx_kl"] = steps[0]["approx_kl"].item()  # before the first step: 0, up to rounding
-    metrics["kl"] = distance_moved(agent, batch)
-    metrics["std"] = agent.policy(batch.obs).chunk(2, -1)[1].exp().mean().item()
+    metrics["kl"] = kl_divergence(batch.old_policy, agent.policy(batch.obs)).mean().item()
+    metrics["std"] = agent.log_std.exp().mean().item()
     return metrics
 
 
@@ -435,9 +419,8 @@ def adjust_coefficients(state: State, args: Args) -> None:
 def train(args: Args) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is stopped, the last minute is lost.
 
-    Returns "checkpoint" (its path), "training_return" (mean of the last 100 episodes) and "greedy_returns"
-    (of the evaluation's episodes). Raises `ValueError` for invalid settings. With `resume`, the
-    other settings are still those of `args`: only the command line takes them from the checkpoint.
+    Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
+    `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`.
     """
     check_args(args)
     torch.set_num_threads(1)  # for small networks, one is fastest
@@ -478,9 +461,6 @@ def train(args: Args) -> dict:
 
 
 # ========================== End of PPO. What follows is what training needs around it ======================
-
-
-# ------------------------------------------------- Seeds and settings --------------------------------------
 
 
 def compiled(function: Callable) -> Callable:
@@ -539,10 +519,7 @@ def make_env(args: Args, **kwargs) -> gym.Env:
 
 
 class CutOnce(gym.Wrapper):
-    """Cuts one early episode at this step, so that the time limits of N environments do not coincide.
-
-    A rollout would otherwise see one phase of all episodes. The return of the cut episode is not reported.
-    """
+    """Cuts one early episode at this step, so that time limits do not coincide. Its return is not logged."""
 
     def __init__(self, env: gym.Env, step: int):
         super().__init__(gym.wrappers.RecordEpisodeStatistics(env))
@@ -579,7 +556,7 @@ def rescale(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
     return scaled.astype(space.dtype)
 
 
-# ------------------------------------------------- Advice --------------------------------------------------
+# ------------------------------------------------- Logging and checkpoints ---------------------------------
 
 ADVICE = [  # iterations in a row; condition on the metrics; what to do
     (1, lambda m: m["first_approx_kl"] > 0.01,
@@ -609,9 +586,6 @@ def advise(metrics: dict[str, float], streaks: list[int]) -> list[str]:
         if streaks[i] == iterations:
             texts.append(text)
     return texts
-
-
-# ------------------------------------------------- Logging and checkpoints ---------------------------------
 
 
 class Run:
@@ -650,7 +624,8 @@ class Run:
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
         """Log an iteration, print progress and advice, and save a checkpoint every minute."""
-        if not (0 < metrics["grad_norm"] < math.inf and math.isfinite(metrics["kl"])):
+        stuck = metrics["grad_norm"] == 0 and not self.last_print  # in the first iteration
+        if stuck or not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
             raise FloatingPointError("the gradient is 0 or not finite: look at the loss and --learning-rate")
         args, step, now = self.args, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
@@ -663,7 +638,11 @@ class Run:
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
-        texts = advise(metrics | self.progress(), self.streaks)
+        first, last = self.returns[:100], self.returns[-100:]
+        known = len(self.returns) >= 200 and not args.resume
+        # By how many standard deviations the return has risen.
+        gain = (np.mean(last) - np.mean(first)) / (np.std(first) + 1e-8) if known else math.nan
+        texts = advise(metrics | {"progress": step / args.total_timesteps, "gain": gain}, self.streaks)
         if texts or step >= args.total_timesteps or now - self.last_print > 5:
             self.last_print = now
             shown = f"return {self.average:.5g}" if self.returns else "no episode has ended yet"
@@ -672,13 +651,6 @@ class Run:
             print("\n".join([f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", *texts]), flush=True)
         if now - self.last_save > 60:
             self.save()
-
-    def progress(self) -> dict[str, float]:
-        """How far training is, and the gain: by how many standard deviations the return has risen."""
-        first, last = self.returns[:100], self.returns[-100:]
-        known = len(self.returns) >= 200 and not self.args.resume
-        gain = (np.mean(last) - np.mean(first)) / (np.std(first) + 1e-8) if known else math.nan
-        return {"progress": self.state.global_step / self.args.total_timesteps, "gain": float(gain)}
 
     def finish(self) -> dict:
         """Save, evaluate, and close the log. Returns the results."""
@@ -751,9 +723,6 @@ def evaluate(path: str | Path, args: Args) -> np.ndarray:
     return returns
 
 
-RUN_ONLY = "resume", "evaluate", "track", "capture_video", "device"  # never taken from a checkpoint
-
-
 def parse_args() -> Args:
     """The settings of the command line; with --resume or --evaluate, the others are the checkpoint's."""
     description = __doc__.partition("\n  [PPO]")[0]
@@ -762,7 +731,8 @@ def parse_args() -> Args:
         saved, _ = load_checkpoint(path)
         if ":" in saved.env_id and args.env_id != saved.env_id:
             raise ValueError(f"{path} imports a module; if you trust it, add --env-id {saved.env_id}")
-        default = replace(saved, **{name: getattr(Args, name) for name in RUN_ONLY})
+        of_this_run = "resume", "evaluate", "track", "capture_video", "device"
+        default = replace(saved, **{name: getattr(Args, name) for name in of_this_run})
         args = tyro.cli(Args, description=description, default=default)
     check_args(args)
     return args

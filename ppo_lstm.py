@@ -20,8 +20,7 @@ where one observation does not say enough: a recurrent network remembers the ear
   [Matters] Engstrom et al. 2020, "Implementation Matters in Deep Policy Gradients", arXiv:2005.12729
   [37]      Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog
 
-PPO itself comes first, in the order of the paper, up to `train`, its Algorithm 1. What training needs around
-it follows. An iteration, and what each part returns:
+PPO comes first, in the order of the paper, up to `train`. An iteration, and what each part returns:
 
     train                    the results, after repeating:
       collect_rollout        the episodes that ended, after it has filled the rollout with T steps
@@ -129,10 +128,7 @@ class RunningMoments(nn.Module):
 
 
 def split_at_starts(starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut the rows [T, N] of environments into sequences: one ends where the next episode starts.
-
-    Returns, for each row, its position in its sequence, and the number of the sequence, both [T, N].
-    """
+    """The position of each row [T, N] in the sequence of its episode, and the sequence's number [T, N]."""
     time = torch.arange(len(starts), device=starts.device).unsqueeze(-1)
     first = starts | (time == 0)
     position = time - torch.where(first, time, 0).cummax(0).values
@@ -144,7 +140,6 @@ class Agent(nn.Module):
     """Actor and critic on a common memory, with the running statistics they depend on: it is complete.
 
     Below, h stands for all observations of an episode so far, which policy and value depend on.
-    All of its parameters are learnt; freeze those of other networks (`requires_grad_(False)`).
     """
 
     def __init__(self, args: Args, obs_space: gym.spaces.Box, num_actions: int):
@@ -193,8 +188,7 @@ class Agent(nn.Module):
     def forward(self, obs: Tensor, starts: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """To learn: π(·|h) [T, N, A] and V(h) [T, N] of T steps, from the memory [M, N, H] before the first.
 
-        Each episode becomes a sequence of its own, and one call of the recurrent network is enough. For an
-        LSTM on a CPU, this is 3 to 7 times as fast as a loop over time.
+        Each episode becomes a sequence of its own, so that one call of the recurrent network is enough.
         """
         position, sequence = split_at_starts(starts)
         x = self.encoder(obs)
@@ -254,7 +248,6 @@ class Batch(NamedTuple):
     memory: Tensor  # [M, N, H], the memory before the first row
     actions: Tensor  # [T, N]
     old_policy: Tensor  # [T, N, A], π_old(·|h) as log-probabilities
-    old_values: Tensor  # [T, N], V_old(h)
     advantages: Tensor  # [T, N]
     returns: Tensor  # [T, N]
     weights: Tensor  # [T, N], 1 for a transition, 0 for a filler row
@@ -290,12 +283,11 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, 
     value_losses = 0.5 * (values - batch.returns).square()
     entropies = entropy(policy)
     loss = mean(policy_losses + args.vf_coef * value_losses - args.ent_coef * entropies, batch.weights)
-    with torch.no_grad():  # the approximate KLs are k1 and k3 of Schulman 2020, "Approximating KL Divergence"
+    with torch.no_grad():  # approx_kl is k3 of Schulman 2020, "Approximating KL Divergence"
         metrics = {
             "policy_loss": mean(policy_losses, batch.weights),
             "value_loss": mean(value_losses, batch.weights),
             "entropy": mean(entropies, batch.weights),
-            "old_approx_kl": mean(-log_ratio, batch.weights),
             "approx_kl": mean(ratio - 1 - log_ratio, batch.weights),
             "clipfrac": mean(((ratio - 1).abs() > args.clip_coef).float(), batch.weights),
         }
@@ -310,8 +302,7 @@ class Rollout:
 
     When step t ends an episode, obs[t+1] is its last state, so the value there is row t+1 of the values. Step
     t+1 then ignores its action, returns a reward of 0, and only resets the environment
-    (AutoresetMode.NEXT_STEP of Gymnasium). It is one of the T steps, but a filler row: not valid, and not
-    learnt from.
+    (AutoresetMode.NEXT_STEP of Gymnasium). It is a filler row: not valid, and not learnt from.
 
         step   t       t+1     t+2
         obs    s       last s  first s of the next episode
@@ -344,10 +335,7 @@ class Rollout:
 
 @torch.inference_mode()
 def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args) -> list[tuple[float, int]]:
-    """Fill the rollout with the next T steps of the environments under the agent's policy.
-
-    Returns the return and length of each episode that ended.
-    """
+    """Fill the rollout with the next T steps. Returns the return and length of each episode that ended."""
     tensor = partial(torch.as_tensor, device=args.device)
     obs, starts, memory, values = rollout.obs, rollout.starts, rollout.memory, rollout.values
     actions, rewards, valid = rollout.actions, rollout.rewards, rollout.valid
@@ -398,8 +386,8 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args) -> Batch:
     advantages, returns = compute_gae(rewards, values, terminated, truncated, args.gamma, args.gae_lambda)
     obs = agent.normalize(raw_obs)
     agent.obs_moments.update(raw_obs[valid])  # only now: acting and learning use the same statistics
-    old = rollout.policies, values[:-1]
-    return Batch(obs, starts, rollout.memory[0], actions, *old, advantages, returns, valid.float())
+    old = rollout.memory[0], actions, rollout.policies
+    return Batch(obs, starts, *old, advantages, returns, valid.float())
 
 
 @torch.no_grad()
@@ -412,7 +400,7 @@ def distance_moved(agent: Agent, batch: Batch) -> float:
 def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, state: State) -> dict[str, float]:
     """K epochs of gradient steps on minibatches of whole environments. Returns mean metrics."""
     valid = batch.weights > 0
-    errors, returns = (batch.returns - batch.old_values)[valid], batch.returns[valid]
+    errors, returns = batch.advantages[valid], batch.returns[valid]  # errors are returns - V_old(h)
     metrics = {
         "charts/learning_rate": state.learning_rate,
         "explained_variance": 1 - (errors.var(correction=0) / returns.var(correction=0)).item(),
@@ -440,9 +428,8 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, state: State
 def train(args: Args) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is stopped, the last minute is lost.
 
-    Returns "checkpoint" (its path), "training_return" (mean of the last 100 episodes) and "greedy_returns"
-    (of the evaluation's episodes). Raises `ValueError` for invalid settings. With `resume`, the
-    other settings are still those of `args`: only the command line takes them from the checkpoint.
+    Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
+    `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`.
     """
     check_args(args)
     torch.set_num_threads(1)  # for small networks, one is fastest
@@ -474,9 +461,6 @@ def train(args: Args) -> dict:
 
 
 # ========================== End of PPO. What follows is what training needs around it ======================
-
-
-# ------------------------------------------------- Seeds and settings --------------------------------------
 
 
 def seed_everything(seed: int) -> int:
@@ -575,7 +559,8 @@ class Run:
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
         """Log an iteration, print progress, and save a checkpoint every minute."""
-        if not (0 < metrics["grad_norm"] < math.inf and math.isfinite(metrics["kl"])):
+        stuck = metrics["grad_norm"] == 0 and not self.last_print  # in the first iteration
+        if stuck or not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
             raise FloatingPointError("the gradient is 0 or not finite: look at the loss and --learning-rate")
         args, step, now = self.args, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
@@ -672,9 +657,6 @@ def evaluate(path: str | Path, args: Args) -> np.ndarray:
     return returns
 
 
-RUN_ONLY = "resume", "evaluate", "track", "capture_video", "device"  # never taken from a checkpoint
-
-
 def parse_args() -> Args:
     """The settings of the command line; with --resume or --evaluate, the others are the checkpoint's."""
     description = __doc__.partition("\n  [PPO]")[0]
@@ -683,7 +665,8 @@ def parse_args() -> Args:
         saved, _ = load_checkpoint(path)
         if ":" in saved.env_id and args.env_id != saved.env_id:
             raise ValueError(f"{path} imports a module; if you trust it, add --env-id {saved.env_id}")
-        default = replace(saved, **{name: getattr(Args, name) for name in RUN_ONLY})
+        of_this_run = "resume", "evaluate", "track", "capture_video", "device"
+        default = replace(saved, **{name: getattr(Args, name) for name in of_this_run})
         args = tyro.cli(Args, description=description, default=default)
     check_args(args)
     return args

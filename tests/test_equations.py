@@ -101,20 +101,22 @@ def random_batch(case, seed, rows=12):
     generator = torch.Generator().manual_seed(seed)
     old, new, actions = case.random_policies(seed, rows, case.num_actions, 1.0)
     noise = torch.randn(5, rows, D, generator=generator, dtype=torch.float64)
-    columns = [noise[0], actions, old, *noise[1:4, :, 0]]
-    if case is ATARI:
-        columns.append(torch.tensor([1.0, 1.0, 0.0] * (rows // 3), dtype=torch.float64))  # 0 for filler rows
-    batch = case.script.Batch(*columns)
-    return new.requires_grad_(), (batch.old_values + 0.5 * noise[4, :, 0]).requires_grad_(), batch
+    old_values, advantages, returns = noise[1:4, :, 0]
+    columns = {"obs": noise[0], "actions": actions, "old_policy": old, "old_values": old_values}
+    columns |= {"advantages": advantages, "returns": returns}
+    columns["weights"] = torch.tensor([1.0, 1.0, 0.0] * (rows // 3), dtype=torch.float64)  # 0 for filler rows
+    batch = case.script.Batch(**{name: columns[name] for name in case.script.Batch._fields})
+    return new.requires_grad_(), (old_values + 0.5 * noise[4, :, 0]).requires_grad_(), batch
 
 
 def reference_loss(case, policy, values, batch, args, surrogate, coefficients):
     """The loss and its metrics, by torch.distributions."""
-    columns, epsilon = [policy, values, *batch], coefficients["clip_coef"]
+    epsilon = coefficients["clip_coef"]
     if case is ATARI:
-        columns = [column[batch.weights == 1] for column in columns[:-1]]
-    policy, values, _, actions, old_policy, old_values, advantages, returns = columns
-    new, old = case.distribution(policy), case.distribution(old_policy)
+        rows = batch.weights == 1
+        policy, values, batch = policy[rows], values[rows], batch._make(column[rows] for column in batch)
+    advantages, returns, actions = batch.advantages, batch.returns, batch.actions
+    new, old = case.distribution(policy), case.distribution(batch.old_policy)
     if args.norm_adv:
         std = advantages.std(correction=0 if case is ATARI else 1)
         advantages = (advantages - advantages.mean()) / (std + 1e-8)
@@ -127,11 +129,11 @@ def reference_loss(case, policy, values, batch, args, surrogate, coefficients):
         objective = ratio * advantages - coefficients["kl_coef"] * kl_divergence(old, new)
     error = (values - returns) ** 2
     if getattr(args, "clip_vloss", False):
-        near = torch.minimum(torch.maximum(values, old_values - epsilon), old_values + epsilon)
+        near = torch.minimum(torch.maximum(values, batch.old_values - epsilon), batch.old_values + epsilon)
         error = torch.maximum(error, (near - returns) ** 2)
     metrics = {
         "policy_loss": -objective, "value_loss": error / 2, "entropy": new.entropy(),
-        "old_approx_kl": -log_ratio, "approx_kl": ratio - 1 - log_ratio,
+        "approx_kl": ratio - 1 - log_ratio,
         "clipfrac": ((ratio > 1 + epsilon) | (ratio < 1 - epsilon)).double(),
     }  # fmt: skip
     metrics = {name: rows.mean() for name, rows in metrics.items()}

@@ -26,21 +26,21 @@ ORIGINALS = {
 }
 DIFFERENT = {  # script: units of its original that differ there on purpose, or are absent
     "ppo_continuous.py": "mlp Agent.__init__ Agent.policy log_prob entropy kl_divergence Batch State "
-    "ppo_loss Rollout.__init__ collect_rollout make_batch update adjust_coefficients train check_args "
-    "make_envs ADVICE load_policy --adapt",
+    "ppo_loss Rollout.__init__ collect_rollout make_batch distance_moved update adjust_coefficients train "
+    "check_args make_envs ADVICE load_policy --adapt",
     "ppo_atari.py": "mlp RunningMoments RunningMoments.__init__ RunningMoments.update Agent Agent.__init__ "
     "Agent.normalize Agent.policy Agent.value Batch ppo_loss Rollout Rollout.__init__ collect_rollout "
     "scale_rewards make_batch distance_moved update train check_args "
-    "State adjust_coefficients make_env make_envs load_policy evaluate RUN_ONLY parse_args main",
+    "State adjust_coefficients make_env make_envs load_policy evaluate parse_args main",
     "ppo_gpu.py": "CutOnce CutOnce.__init__ CutOnce.step RunningMoments.update Agent Agent.__init__ "
     "Agent.normalize Agent.policy kl_divergence compute_gae Batch State ppo_loss Rollout Rollout.__init__ "
-    "collect_rollout scale_rewards normalize_rollout make_batch compute_gradients distance_moved update "
+    "collect_rollout scale_rewards normalize_rollout make_batch compute_gradients update "
     "adjust_coefficients train compiled seed_everything check_args make_env make_envs rescale ADVICE "
-    "advise Run.__init__ Run.log Run.progress Run.finish restore load_policy evaluate RUN_ONLY "
+    "advise Run.__init__ Run.log Run.finish restore load_policy evaluate "
     "parse_args main --desired_kl",
     "ppo_lstm.py": "mlp Agent Agent.__init__ Agent.policy Agent.value Batch State ppo_loss Rollout "
     "Rollout.__init__ collect_rollout make_batch distance_moved update adjust_coefficients train check_args "
-    "ADVICE advise Run.__init__ Run.log Run.progress load_policy evaluate",
+    "ADVICE advise Run.__init__ Run.log load_policy evaluate",
     "grpo.py": "PRETRAINED NETWORKS SHOWN ScalarModel ScalarModel.__init__ ScalarModel.forward Models "
     "Models.__init__ Task score whiten token_rewards compute_gae Batch ppo_loss collect update train "
     "evaluate PRODUCTS (TONES,GOOD,BAD) WORDS make_reviews write_review human tastes learn_from_comparisons "
