@@ -1,6 +1,5 @@
 """Which environments are taken, policies for them, evaluation, and `train` in other people's code."""
 
-import re
 from dataclasses import replace
 
 import gymnasium as gym
@@ -138,14 +137,12 @@ def test_an_endless_evaluation(trained, tmp_path):
 @pytest.mark.slow
 @memory_too
 def test_video(case, trained, tmp_path):
-    """A file for each episode, in the run's folder, which is named."""
+    """A file for each episode, in the run's folder."""
     torch.save(load(trained(case).checkpoint), tmp_path / "checkpoint.pt")
     kwargs = '{"render_mode": "rgb_array"}'  # also where it is given twice
     words = ["--env-id", case.walk, "--env-kwargs", kwargs, "--capture-video", "--eval-episodes", 2]
-    shown = call(case, tmp_path, "--evaluate", "checkpoint.pt", *words)
-    assert shown.status == 0
-    (folder,) = re.findall(r"^videos +(\S+)$", shown.out, re.MULTILINE)
-    assert len(list((tmp_path / folder).glob("*.mp4"))) == 2
+    assert call(case, tmp_path, "--evaluate", "checkpoint.pt", *words).status == 0
+    assert len(list((tmp_path / "videos").glob("*.mp4"))) == 2
 
 
 @memory_too

@@ -32,7 +32,6 @@ from stable_baselines3.common.type_aliases import RolloutBufferSamples
 from torch import nn
 from torch.optim import SGD
 
-
 REFERENCE = "obs", "actions", "old_policy", "old_values", "advantages", "returns"
 
 

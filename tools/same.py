@@ -43,9 +43,8 @@ ppo_continuous.py --total-timesteps 6000 --env-id Swimmer-v5 --gamma 0.9999 --ga
 ppo_continuous.py --total-timesteps 6000 --env-id InvertedDoublePendulum-v5 --min-log-std -1.5
 ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --no-norm-obs --no-norm-rewards --norm-adv
 ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --no-recompute-advantages
-ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --adapt none --target-kl 0.02 --ent-coef 0.01
+ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --adapt none --ent-coef 0.01
 ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --surrogate kl-penalty --adapt kl-coef
-ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --adapt none --clip-vloss
 ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --async-envs
 ppo_continuous.py --total-timesteps 6000 --compile
 ppo_continuous.py --total-timesteps 5000 --env-id Hopper-v5 then --total-timesteps 8000
