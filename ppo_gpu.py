@@ -31,8 +31,7 @@ it follows. An iteration:
       adjust_learning_rate    nothing: it sets the learning rate
       collect_rollout         the rollout of the next T steps
       make_batch              its transitions, with advantages (compute_gae) and returns
-      update                  metrics, after K epochs
-        learn                 metrics of an epoch, after a gradient step on each minibatch
+      update                  metrics, after K epochs of gradient steps
 
 Shapes: T steps per rollout, N environments, D numbers per observation, A per action, B = T N transitions per
 batch.
@@ -42,11 +41,9 @@ import math
 import os
 import pickle
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from difflib import get_close_matches
@@ -72,7 +69,6 @@ class Args:  # the trailing comments become --help
     resume: str | None = None  # resume from this checkpoint; flags override its settings
     evaluate: str | None = None  # only evaluate this checkpoint, greedily
     capture_video: bool = False  # record an episode of the evaluation in the run folder (needs moviepy)
-    track: bool = False  # mirror TensorBoard to Weights & Biases (needs wandb), to its project "ppo"
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda or mps
     cuda_graphs: bool = True  # record CUDA graphs; switch it off to debug, or if a change cannot be recorded
 
@@ -96,14 +92,10 @@ class Args:  # the trailing comments become --help
     init_log_std: float = -0.5  # initial log standard deviation of actions
     hidden_size: int = 64  # width of the two hidden layers of the actor, and of the critic
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():  # NumPy's numbers could not be loaded from a checkpoint
-            setattr(self, name, value.item() if isinstance(value, np.generic) else value)
-
 
 # Defaults for all other environments. γ and the learning rate are those of Playground for its control suite.
-OTHERS = Args(num_envs=2048, num_steps=32, total_timesteps=30_000_000, gamma=0.995, update_epochs=8)
-OTHERS = replace(OTHERS, num_minibatches=16, hidden_size=256)
+OTHERS = Args(num_envs=2048, num_steps=32, total_timesteps=30_000_000, gamma=0.995, update_epochs=8,
+              num_minibatches=16, hidden_size=256)  # fmt: skip
 RANK = int(os.environ.get("RANK", 0))  # of this process; torchrun sets both
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # how many there are
 
@@ -131,12 +123,11 @@ class RunningMoments(nn.Module):
         """Include x [B, D] of all processes."""
         mean = average(x.mean(0))
         var = average((x - mean).square().mean(0))
-        new = len(x) * PROCESSES
-        share = new / (self.count + new)  # of the new data
+        share = len(x) / (self.count + len(x))  # of the new data
         delta = mean - self.mean
         self.var.lerp_(var, share).add_(share * (1 - share) * delta.square())
         self.mean.add_(share * delta)
-        self.count.add_(new)
+        self.count.add_(len(x))
 
 
 class Agent(nn.Module):
@@ -144,6 +135,7 @@ class Agent(nn.Module):
 
     def __init__(self, args: Args, obs_size: int, actor_obs_size: int, action_size: int):
         super().__init__()
+        self.sizes = nn.Buffer(torch.tensor([obs_size, actor_obs_size, action_size]))  # for load_policy
         self.actor_obs_size = actor_obs_size  # the critic sees more (Pinto et al. 2017, arXiv:1710.06542)
         self.actor = mlp(actor_obs_size, args.hidden_size, action_size, last_gain=0.01)  # near 0 at first
         self.log_std = nn.Parameter(torch.full((action_size,), args.init_log_std))  # the same in all states
@@ -225,9 +217,8 @@ class State:
 def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss to minimise ([PPO], equation 9, negated), and metrics."""
     policy = agent.policy(batch.obs)
-    with torch.no_grad():  # normalised over the minibatches of all processes
-        advantages = batch.advantages - average(batch.advantages.mean())
-        advantages /= average(advantages.square().mean()).sqrt() + 1e-8
+    advantages = batch.advantages - average(batch.advantages.mean())  # of the minibatches of all processes
+    advantages /= average(advantages.square().mean()).sqrt() + 1e-8
     log_ratio = log_prob(policy, batch.actions) - batch.old_log_probs
     ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s)
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
@@ -263,9 +254,9 @@ class Rollout(NamedTuple):
     terminated: Tensor  # [T, N]
     truncated: Tensor  # [T, N]
     last_obs: Tensor  # [T, N, D]
+    sums: Tensor  # [T, 3, N]: discounted return, return and length of the episode, up to and with this step
 
 
-@torch.no_grad()
 def act(agent: Agent, obs: Tensor) -> tuple[Tensor, Tensor]:
     """Actions [N, A] for observations [N, D], sampled from the policy, and their log π [N]."""
     policy = agent.policy(agent.normalize(obs))
@@ -275,75 +266,54 @@ def act(agent: Agent, obs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def collect_rollout(envs: Any, choose: Callable, obs: Tensor, args: Args) -> Rollout:
-    """The next T steps from observations [N, D], which become those after them."""
+def collect_rollout(envs: Any, choose: Callable, obs: Tensor, sums: Tensor, args: Args) -> Rollout:
+    """The next T steps. Observations [N, D] and sums [3, N] become those after them."""
     rows = []
     for _ in range(args.num_steps):
         actions, log_probs = choose(obs)
-        following, *results = envs.step(actions)
-        rows.append([x.clone() for x in (obs, actions, log_probs, *results)])  # memory may be used again
+        following, rewards, terminated, truncated, last_obs = envs.step(actions)
+        sums[0] *= args.gamma
+        sums += torch.stack([rewards, rewards, torch.ones_like(rewards)])
+        row = obs, actions, log_probs, rewards, terminated, truncated, last_obs, sums
+        rows.append([x.clone() for x in row])  # memory may be used again
+        sums.copy_(torch.where(terminated | truncated, 0, sums))
         obs.copy_(following)
     return Rollout(*(torch.stack(column) for column in zip(*rows, strict=True)))
 
 
-def running_sums(rollout: Rollout, sums: Tensor, gamma: float) -> Tensor:
-    """Discounted return, return and length [T, 3, N] of the episodes, up to and with each step.
-
-    `sums` [3, N] are those before the rollout, and become those after it; an episode that has ended has 0.
-    """
-    results = sums.new_zeros(len(rollout.rewards), *sums.shape)
-    ended = rollout.terminated | rollout.truncated
-    for t, rewards in enumerate(rollout.rewards):
-        sums[0] *= gamma
-        sums += torch.stack([rewards, rewards, torch.ones_like(rewards)])
-        results[t] = sums
-        sums.copy_(torch.where(ended[t], 0, sums))
-    return results
-
-
 @torch.no_grad()
-def make_batch(agent: Agent, sums: Tensor, args: Args, *columns: Tensor) -> tuple[Batch, Tensor]:
-    """Scale a rollout's rewards, estimate the advantages, and flatten it to a batch. Also its `running_sums`.
+def make_batch(agent: Agent, rollout: Rollout, args: Args) -> Batch:
+    """Scale the rewards of a rollout, estimate the advantages, and flatten it to a batch.
 
     Rewards are divided by the running std of the discounted return, then clipped to ±10 ([Matters], §3).
     """
-    rollout = Rollout(*columns)
-    results = running_sums(rollout, sums, args.gamma)
-    agent.return_moments.update(results[:, 0].reshape(-1, 1))
+    agent.return_moments.update(rollout.sums[:, 0].reshape(-1, 1))
     rewards = (rollout.rewards * torch.rsqrt(agent.return_moments.var + 1e-8)).clamp(-10, 10)
     obs = agent.normalize(rollout.obs)
     values, next_values = agent.value(obs), agent.value(agent.normalize(rollout.last_obs))
     ends = rollout.terminated, rollout.truncated
     advantages, returns = compute_gae(rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
     agent.obs_moments.update(rollout.obs.flatten(0, 1))  # only now: acting and learning use the same
-    batch = obs, rollout.actions, rollout.log_probs, advantages, returns
-    return Batch(*(column.flatten(0, 1) for column in batch)), results
+    columns = obs, rollout.actions, rollout.log_probs, advantages, returns
+    return Batch(*(column.flatten(0, 1) for column in columns))
 
 
-def learn(agent: Agent, optimizer: Adam, args: Args, order: Tensor, *columns: Tensor) -> dict[str, Tensor]:
-    """An epoch: a gradient step on each minibatch of a batch, in this order [B]. Returns mean metrics."""
-    batch, steps = Batch(*columns), []
-    for rows in order.tensor_split(args.num_minibatches):
-        loss, metrics = ppo_loss(agent, Batch(*(column[rows] for column in batch)), args)
-        optimizer.zero_grad()
-        loss.backward()
-        for parameter in agent.parameters():
-            average(parameter.grad)
-        metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-        optimizer.step()
-        steps.append(metrics)
-    return {name: torch.stack([each[name] for each in steps]).mean() for name in metrics}
-
-
-def update(epoch: Callable, batch: Batch, args: Args) -> dict[str, float]:
-    """K epochs on shuffled minibatches. Returns mean metrics of all processes."""
-    metrics = {"explained_variance": 1 - batch.advantages.var() / batch.returns.var()}
-    epochs = []
-    for _ in range(args.update_epochs):
-        means = epoch(torch.randperm(len(batch.obs), device=args.device), *batch)
-        epochs.append(torch.stack([*means.values()]))  # a copy: the next epoch may write to the same memory
-    metrics |= zip(means, torch.stack(epochs).mean(0), strict=True)
-    return {name: average(value).item() for name, value in metrics.items()}
+def update(agent: Agent, optimizer: Adam, batch: Batch, orders: Tensor, args: Args) -> dict[str, Tensor]:
+    """K epochs of gradient steps on minibatches, in these orders [K, B]. Returns mean metrics."""
+    steps = []
+    for order in orders:
+        for rows in order.tensor_split(args.num_minibatches):
+            loss, metrics = ppo_loss(agent, Batch(*(column[rows] for column in batch)), args)
+            optimizer.zero_grad()
+            loss.backward()
+            for parameter in agent.parameters():
+                average(parameter.grad)
+            metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            optimizer.step()
+            steps.append(metrics)
+    means = {name: torch.stack([each[name] for each in steps]).mean() for name in metrics}
+    means["explained_variance"] = 1 - batch.advantages.var() / batch.returns.var()
+    return {name: average(value) for name, value in means.items()}
 
 
 def recorded(function: Callable) -> Callable:
@@ -374,18 +344,6 @@ def recorded(function: Callable) -> Callable:
     return call
 
 
-def record(envs: Any, agent: Agent, optimizer: Adam, obs: Tensor, sums: Tensor, args: Args) -> tuple:
-    """collect_rollout, make_batch and learn; on a GPU, recorded."""
-    graph = recorded if args.cuda_graphs and args.device == "cuda" else lambda function: function
-    choose = partial(act, agent)
-    if isinstance(envs, nn.Module):  # all T steps are one graph
-        collect = graph(partial(collect_rollout, envs, choose, obs, args))
-    else:
-        collect = partial(collect_rollout, envs, graph(choose), obs, args)
-    prepare = graph(partial(make_batch, agent, sums, args))
-    return collect, prepare, graph(partial(learn, agent, optimizer, args))
-
-
 def adjust_learning_rate(learning_rate: Tensor, state: State, args: Args) -> None:
     """Set the learning rate of an iteration, by its schedule, or --desired-kl and the KL of the last one."""
     scheduled = args.learning_rate * (1 - state.global_step / args.total_timesteps)
@@ -399,7 +357,7 @@ def adjust_learning_rate(learning_rate: Tensor, state: State, args: Args) -> Non
 
 
 def train(args: Args, envs: Any = None) -> dict:
-    """PPO ([PPO], Algorithm 1), then a greedy evaluation. Ctrl-C saves and stops, without an evaluation.
+    """PPO ([PPO], Algorithm 1), then a greedy evaluation.
 
     Returns "checkpoint" (its path), "training_return" (mean of the last 100 episodes) and "greedy_returns"
     (of the evaluation's episodes). Raises `ValueError` for invalid settings. With `resume`, the
@@ -428,27 +386,28 @@ def train(args: Args, envs: Any = None) -> dict:
     learning_rate = torch.as_tensor(optimizer.param_groups[0]["lr"], device=args.device)
     # As CUDA graphs need them, whatever the checkpoint has: the learning rate changes, so it is a tensor.
     optimizer.param_groups[0].update(lr=learning_rate, capturable=args.device == "cuda")
-    collect, prepare, epoch = record(envs, agent, optimizer, obs, sums, args)
+    graph = recorded if args.cuda_graphs and args.device == "cuda" else lambda function: function
+    choose = partial(act, agent)
+    if isinstance(envs, nn.Module):  # all T steps are one graph
+        collect = graph(partial(collect_rollout, envs, choose, obs, sums, args))
+    else:
+        collect = partial(collect_rollout, envs, graph(choose), obs, sums, args)
+    prepare = graph(lambda *rollout: make_batch(agent, Rollout(*rollout), args))
+    learn = graph(lambda orders, *batch: update(agent, optimizer, Batch(*batch), orders, args))
     run = Run(args, agent, optimizer, state) if RANK == 0 else None
-    try:
-        while state.global_step < args.total_timesteps:
-            adjust_learning_rate(learning_rate, state, args)
-            rollout = collect()
-            batch, results = prepare(*rollout)
-            metrics = update(epoch, batch, args)
-            state.global_step += len(batch.obs) * PROCESSES
-            state.kl = metrics["approx_kl"]
-            if run:
-                run.log(metrics, finished_episodes(rollout, results))
-        if PROCESSES > 1:
-            del prepare, epoch  # NCCL waits for graphs that use it
-            dist.destroy_process_group()
-    except KeyboardInterrupt:
-        print("\nstopped", flush=True)
-    except Exception as error:
+    while state.global_step < args.total_timesteps:
+        adjust_learning_rate(learning_rate, state, args)
+        rollout = collect()
+        batch = prepare(*rollout)
+        orders = [torch.randperm(len(batch.obs), device=args.device) for _ in range(args.update_epochs)]
+        metrics = {name: x.item() for name, x in learn(torch.stack(orders), *batch).items()}
+        state.global_step += len(batch.obs) * PROCESSES
+        state.kl = metrics["approx_kl"]
         if run:
-            error.add_note(f"to continue from the last checkpoint: --resume {run.path}")
-        raise
+            run.log(metrics, rollout)
+    if PROCESSES > 1:
+        del prepare, learn  # NCCL waits for graphs that use it
+        dist.destroy_process_group()
     return run.finish(envs) if run else {}
 
 
@@ -469,21 +428,10 @@ def average(x: Tensor) -> Tensor:
 def check_args(args: Args) -> None:
     """Raise `ValueError` for invalid settings."""
     size = args.num_envs * args.num_steps
-    sizes = size, args.num_minibatches, args.update_epochs, args.hidden_size
-    devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    has_envs = ":" in args.env_id or args.env_id == "Pendulum" or find_spec("mujoco_playground")
-    for wrong, reason in [
-        (min(sizes) < 1 or not args.learning_rate > 0, "sizes and --learning-rate must be positive"),
-        (not 0 <= args.gamma <= 1, "--gamma must be from 0 to 1"),
-        (4 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 4} for this rollout"),
-        (size > args.total_timesteps, f"--total-timesteps must be at least {size}, the size of a rollout"),
-        (args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy"),
-        (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
-        (not devices.get(args.device), f"--device {args.device} is not there; use cpu"),
-        (not has_envs, f"{args.env_id} needs: pip install playground, on a GPU also 'jax[cuda13]'"),
-    ]:
-        if wrong:
-            raise ValueError(reason)
+    if 4 * args.num_minibatches > size:
+        raise ValueError(f"--num-minibatches must be at most {size // 4} for this rollout")
+    if args.capture_video and not find_spec("moviepy"):
+        raise ValueError("--capture-video needs: pip install moviepy")
 
 
 # ------------------------------------------------- Environments --------------------------------------------
@@ -543,6 +491,8 @@ class Playground:
     """N environments of MuJoCo Playground. As in its own training, each starts all episodes in one state."""
 
     def __init__(self, args: Args):
+        if not find_spec("mujoco_playground"):
+            raise ValueError(f"{args.env_id} needs: pip install playground, on a GPU also 'jax[cuda13]'")
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory to PyTorch
         import jax
         from mujoco_playground import registry
@@ -557,8 +507,6 @@ class Playground:
         self.jax = jax
         self.steps = torch.zeros(args.num_envs, device=args.device)
         obs = jax.eval_shape(env.reset, jax.random.key(0)).obs
-        if isinstance(obs, dict) and obs.keys() != {"state", "privileged_state"}:
-            raise ValueError(f"{args.env_id} has observations {', '.join(obs)}: only vectors are supported")
         sizes = [part.shape[-1] for part in jax.tree.leaves(obs)]
         self.obs_size, self.actor_obs_size = sum(sizes), sizes[-1]
 
@@ -614,33 +562,20 @@ def make_envs(args: Args) -> Any:
 
 
 def check_step(envs: Any, args: Args) -> None:
-    """Raise `ValueError` if reset or step return something else, or the checkpoint is for something else."""
+    """Raise `ValueError` if reset or step return something else than those of `Pendulums`."""
 
-    def kind(x: Any) -> str:
-        return f"{x.dtype} {[*x.shape]} on {x.device.type}" if isinstance(x, Tensor) else type(x).__name__
+    def kinds(*results: Any) -> list:
+        return [(x.dtype, [*x.shape], x.device.type) if isinstance(x, Tensor) else type(x) for x in results]
 
-    rows = torch.zeros(args.num_envs, device=args.device)
-    obs, ends = rows.new_zeros(args.num_envs, envs.obs_size), rows.bool()
-    first, results = envs.reset(), envs.step(rows.new_zeros(args.num_envs, envs.action_size))
-    if len(results) != 5:
-        raise ValueError(f"{args.env_id}: step must return 5 tensors, not {len(results)}")
-    names = "what reset returns", "observations", "rewards", "terminated", "truncated", "last_obs"
-    expected = obs, obs, rows, ends, ends, obs
-    for name, value, result in zip(names, expected, (first, *results), strict=True):
-        if kind(result) != kind(value):
-            raise ValueError(f"{args.env_id}: {name} must be {kind(value)}, not {kind(result)}")
-    path = args.resume or args.evaluate
-    if path and agent_sizes(path) != (envs.obs_size, envs.actor_obs_size, envs.action_size):
-        raise ValueError(f"{path} is of another script, or not for {args.env_id}")
+    rewards = torch.zeros(args.num_envs, device=args.device)
+    obs, ends = rewards.new_zeros(args.num_envs, envs.obs_size), rewards.bool()
+    expected = kinds(obs, obs, rewards, ends, ends, obs)
+    returned = kinds(envs.reset(), *envs.step(rewards.new_zeros(args.num_envs, envs.action_size)))
+    if returned != expected:
+        raise ValueError(f"{args.env_id}: reset and step must return {expected}, not {returned}")
 
 
 # ------------------------------------------------- Logging and checkpoints ---------------------------------
-
-
-def finished_episodes(rollout: Rollout, results: Tensor) -> list[list[float]]:
-    """Return and length of each whole episode that ended in a rollout, from its `running_sums`."""
-    ended = (rollout.terminated | rollout.truncated) & ~results[:, 1].isnan()
-    return results[:, 1:].transpose(1, 2)[ended].tolist()
 
 
 class Run:
@@ -651,14 +586,8 @@ class Run:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.path = Path(args.resume or Path("runs", re.sub(r"[^\w.-]+", "_", name), "checkpoint.pt"))
         folder = self.path.parent
-        if args.track:
-            import wandb
-
-            names = {"project": "ppo", "name": folder.name}
-            wandb.init(**names, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
-        print(f"{args.env_id}: {args.total_timesteps:,.0f} steps, seed {args.seed}\nfolder     {folder}")
-        if args.resume:
-            print(f"resumed    after {state.global_step:,} of {args.total_timesteps:,.0f} steps")
+        print(f"{args.env_id}: {state.global_step:,} of {args.total_timesteps:,.0f} steps, seed {args.seed}")
+        print(f"checkpoint {self.path}, curves: tensorboard --logdir runs", flush=True)
         self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)
         rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
@@ -666,39 +595,33 @@ class Run:
         Path(folder, Path(__file__).name).write_bytes(Path(__file__).read_bytes())
         self.returns: list[float] = []  # of all episodes
         self.average = math.nan  # of the last 100
-        self.last_time, self.last_step, self.last_print = time.monotonic(), state.global_step, 0.0
-        self.snapshot()
+        self.first_time, self.first_step, self.last_print = time.monotonic(), state.global_step, 0.0
         self.save()
-
-    def snapshot(self) -> None:
-        """Copy the state after a whole iteration: if the next one is interrupted, this is what is saved."""
-        content = {"args": asdict(self.args), "state": asdict(self.state), "random": torch.get_rng_state()}
-        content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
-        self.content = deepcopy(content)
 
     def save(self) -> None:
         """Write a checkpoint. If the process is killed meanwhile, the previous one is still there."""
         self.writer.flush()  # first, so that the curves have no gap where training resumes
-        torch.save(self.content, self.path.with_suffix(".tmp"))
+        content = {"args": asdict(self.args), "state": asdict(self.state), "random": torch.get_rng_state()}
+        content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save(content, self.path.with_suffix(".tmp"))
         self.path.with_suffix(".tmp").replace(self.path)
         self.last_save = time.monotonic()
 
-    def log(self, metrics: dict[str, float], episodes: list[list[float]]) -> None:
+    def log(self, metrics: dict[str, float], rollout: Rollout) -> None:
         """Log an iteration, print progress, and save a checkpoint every minute."""
         if not math.isfinite(metrics["approx_kl"] + metrics["grad_norm"]):
             raise FloatingPointError("not finite: look for NaN in the environment, or lower --learning-rate")
         args, step, now = self.args, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
-        if episodes:
-            returns, lengths = np.transpose(episodes)
-            self.returns.extend(returns)
-            for suffix, statistic in (("", np.mean), ("_std", np.std), ("_min", np.min), ("_max", np.max)):
-                scalars[f"charts/episodic_return{suffix}"] = statistic(returns)
+        _, returns, lengths = rollout.sums.unbind(1)
+        ended = (rollout.terminated | rollout.truncated) & ~returns.isnan()  # of whole episodes
+        if ended.any():
+            self.returns.extend(returns[ended].tolist())
+            scalars["charts/episodic_return"] = returns[ended].mean().item()
             scalars["charts/episodic_return_100"] = self.average = float(np.mean(self.returns[-100:]))
-            scalars["charts/episodic_length"] = lengths.mean()
+            scalars["charts/episodic_length"] = lengths[ended].mean().item()
         scalars["charts/learning_rate"] = self.optimizer.param_groups[0]["lr"].item()
-        scalars["charts/SPS"] = speed = (step - self.last_step) / (now - self.last_time)
-        self.last_time, self.last_step = now, step
+        scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
         if step >= args.total_timesteps or now - self.last_print > 5:
@@ -707,20 +630,16 @@ class Run:
             minutes = max(args.total_timesteps - step, 0) / speed / 60
             line = f"{step:>10,} steps  {shown}  KL {metrics['approx_kl']:.4f}"
             print(f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", flush=True)
-        self.snapshot()
         if now - self.last_save > 60:
             self.save()
 
     def finish(self, envs: Any) -> dict:
-        """Save, evaluate unless training was stopped, and close the log. Returns the results."""
+        """Save, evaluate, and close the log. Returns the results."""
         self.save()
-        results = {"checkpoint": str(self.path), "training_return": self.average}
-        if self.state.global_step >= self.args.total_timesteps:
-            returns = results["greedy_returns"] = evaluate(self.path, self.args, envs)
-            self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
+        returns = evaluate(self.path, self.args, envs)
+        self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
         self.writer.close()
-        print("curves     tensorboard --logdir runs")
-        return results
+        return {"checkpoint": str(self.path), "training_return": self.average, "greedy_returns": returns}
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
@@ -747,17 +666,10 @@ def restore(path: str, args: Args, agent: Agent, optimizer: Adam, state: State) 
             x.copy_(episodes[name])
 
 
-def agent_sizes(path: str | Path) -> tuple[int, ...]:
-    """Sizes of observations, of their part for the actor, and of actions, by a checkpoint's weights."""
-    weights = load_checkpoint(path)[1]["agent"]
-    names = "critic.0.weight", "actor.0.weight", "log_std"
-    return tuple(weights[name].shape[-1] if name in weights else 0 for name in names)
-
-
 def load_policy(path: str | Path, device: str = "cpu") -> Callable:
     """A trained policy, as a function from observations [..., D] to the most likely actions [..., A]."""
     args, content = load_checkpoint(path, device)
-    agent = Agent(args, *agent_sizes(path)).to(device)
+    agent = Agent(args, *content["agent"]["sizes"].tolist()).to(device)
     agent.load_state_dict(content["agent"])
 
     @torch.inference_mode()
@@ -786,13 +698,11 @@ def evaluate(path: str | Path, args: Args, envs: Any) -> np.ndarray:
 
         video = str(Path(path).with_name("video.mp4"))
         ImageSequenceClip(envs.render(snapshots), fps=30).write_videofile(video, logger=None)
-        print(f"video      {video}")
-    shown = f"{returns.mean():.5g} ± {returns.std():.3g}"
-    print(f"evaluation return {shown}, {len(returns)} episodes with the most likely actions")
+    print(f"evaluation return {returns.mean():.5g} ± {returns.std():.3g} with the most likely actions")
     return returns.cpu().numpy()
 
 
-RUN_ONLY = "resume", "evaluate", "track", "capture_video", "device"  # never taken from a checkpoint
+RUN_ONLY = "resume", "evaluate", "capture_video", "device"  # never taken from a checkpoint
 
 
 def parse_args() -> Args:
@@ -820,12 +730,10 @@ def main() -> None:
     except (ValueError, OSError, ImportError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: save, and stop
     if args.evaluate:
         evaluate(args.evaluate, args, envs)
-    elif results := train(args, envs):
-        module = f" --env-id {args.env_id}" if ":" in args.env_id else ""
-        print(f"resume     python {sys.argv[0]} --resume {results['checkpoint']}{module}")
+    else:
+        train(args, envs)
 
 
 if __name__ == "__main__":

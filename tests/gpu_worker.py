@@ -40,19 +40,22 @@ if ppo.PROCESSES > 1:
     agent.load_state_dict(torch.load("agent.pt"))
 else:
     torch.save(agent.state_dict(), "agent.pt")
-rollout = ppo.Rollout(*share(random_rollout(args, agent, 4), 1))
-batch, _ = ppo.make_batch(agent, torch.zeros(3, rollout.rewards.shape[1]), args, *rollout)
+rollout = random_rollout(args, agent, 4)
+sums = share([rollout.sums], 2)
+rollout = ppo.Rollout(*share(rollout[:-1], 1), *sums)
+batch = ppo.make_batch(agent, rollout, args)
 optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
-kept["metrics"] = ppo.update(lambda *x: ppo.learn(agent, optimizer, args, *x), batch, args)
+orders = torch.arange(len(batch.obs)).expand(args.update_epochs, -1)
+kept["metrics"] = {name: x.item() for name, x in ppo.update(agent, optimizer, batch, orders, args).items()}
 kept["weights"] = weights(agent)
 
 if ppo.PROCESSES > 1:
     make_batch = ppo.make_batch
 
-    def watched(agent, *columns):
+    def watched(agent, rollout, args):
         kept["trained"] = agent.state_dict()  # in place: the last weights
-        kept["obs"] = columns[2].clone()
-        return make_batch(agent, *columns)
+        kept["obs"] = rollout.obs.clone()
+        return make_batch(agent, rollout, args)
 
     ppo.make_batch = watched
     ppo.train(make_args(total_timesteps=2048))

@@ -107,14 +107,13 @@ def test_pendulums_are_gymnasiums():
         assert values.mean().item() == pytest.approx(0, abs=0.03 * bound)
 
 
-VECTOR, MATRIX = "torch.float32 [16] on cpu", "torch.float32 [16, 2] on cpu"
 WRONG = {
-    "numpy_rewards": f"rewards must be {VECTOR}, not ndarray",
-    "another_shape": f"rewards must be {VECTOR}, not torch.float32 [16, 1] on cpu",
-    "another_device": f"observations must be {MATRIX}, not torch.float32 [16, 2] on meta",
-    "float_ends": f"truncated must be torch.bool [16] on cpu, not {VECTOR}",
-    "info_too": "step must return 5 tensors, not 6",
-    "reset_with_info": f"what reset returns must be {MATRIX}, not tuple",
+    "numpy_rewards": "<class 'numpy.ndarray'>",
+    "another_shape": "(torch.float32, [16, 1], 'cpu')",
+    "another_device": "(torch.float32, [16, 2], 'meta')",
+    "float_ends": "(torch.bool, [16], 'cpu'), (torch.float32, [16], 'cpu'), (torch.float32, [16, 2], 'cpu')]",
+    "info_too": "<class 'dict'>",
+    "reset_with_info": "<class 'tuple'>",
 }
 
 
@@ -123,7 +122,8 @@ def test_wrong_environments(name, tmp_path):
     """What `reset` and `step` return is checked at once: one sentence, exit status 2, and no folder."""
     done = call(tmp_path, **SMALL, env_id=f"gpu_envs:{name}")
     assert (done.status, done.out, list(tmp_path.iterdir())) == (2, "", [])
-    assert done.err == f"ppo_gpu.py: gpu_envs:{name}: {WRONG[name]}\n"
+    assert re.match(f"ppo_gpu.py: gpu_envs:{name}: reset and step must return .*, not .*\n$", done.err)
+    assert WRONG[name] in done.err.split(", not ")[1]
 
 
 # Rollout and batch
@@ -134,10 +134,13 @@ def random_rollout(args, agent, seed=0):
     torch.manual_seed(seed)
     shape = args.num_steps, args.num_envs
     obs, last_obs = 1 + 2 * torch.randn(2, *shape, agent.obs_moments.mean.numel())
-    actions, log_probs = ppo.act(agent, obs)
+    with torch.no_grad():
+        actions, log_probs = ppo.act(agent, obs)
     terminated, truncated = torch.rand(2, *shape) < 0.15
     last_obs[terminated] = torch.nan
-    return ppo.Rollout(obs, actions, log_probs, 0.3 + torch.randn(shape), terminated, truncated, last_obs)
+    rewards = 0.3 + torch.randn(shape)
+    sums = torch.randn(args.num_steps, 3, args.num_envs)
+    return ppo.Rollout(obs, actions, log_probs, rewards, terminated, truncated, last_obs, sums)
 
 
 def test_the_actor_does_not_see_what_only_the_simulator_knows():
@@ -151,63 +154,59 @@ def test_the_actor_does_not_see_what_only_the_simulator_knows():
 
 
 def replay(n, episode, steps, actions):
-    """What `Scripted` does in one environment, step by step: rows, and the episodes that end."""
-    rows, episodes, total, step, action = [], [], 0.0, 0, 0.0
+    """What `Scripted` does in one environment, step by step: rows; and sums, of which 0.9 discounts one."""
+    rows, sums, discounted, total, step, action = [], [], 0.0, np.nan, 0, 0.0
     for t in range(steps):
         obs = gpu_envs.Scripted.observe(n, episode, step, action)
         step, action = step + 1, float(actions[t])
         reward = gpu_envs.Scripted.reward(n, episode, step)
         terminated, truncated = gpu_envs.Scripted.ends(n, episode, step)
         last_obs = gpu_envs.Scripted.observe(n, episode, step, action)
-        total += reward
+        discounted, total = 0.9 * discounted + reward, total + reward
         rows.append((obs, reward, terminated, truncated, last_obs))
+        sums.append((discounted, total, step))
         if terminated or truncated:
-            episodes.append((t, n, total, step))
-            episode, step, total, action = episode + 1, 0, 0.0, 0.0
-    return rows, episodes
+            episode, step, discounted, total, action = episode + 1, 0, 0.0, 0.0, 0.0
+    return rows, sums
 
 
 def test_a_rollout_is_the_script():
     """Each row of several rollouts, with ends in all places; and the actions are the policy's.
 
-    Episodes that ended are reported with their returns and lengths, but for the first of each environment.
+    So are discounted returns, returns and lengths, but for the returns of first episodes, which are NaN.
     """
-    args = make_args(env_id=SCRIPTED, num_envs=7, num_steps=5)
+    args = make_args(env_id=SCRIPTED, num_envs=7, num_steps=5, gamma=0.9)
     agent, envs = make_agent(args), gpu_envs.Scripted(args)
     obs, sums = envs.reset().clone(), torch.zeros(3, 7)
     sums[1] = torch.nan
-    rollouts, found, noise = [], [], []
-    for i in range(8):
+    rollouts, noise = [], []
+    for _ in range(8):
         with torch.no_grad():
-            rollout = ppo.collect_rollout(envs, partial(ppo.act, agent), obs, args)
+            rollout = ppo.collect_rollout(envs, partial(ppo.act, agent), obs, sums, args)
             policy = agent.policy(agent.normalize(rollout.obs))
         torch.testing.assert_close(rollout.log_probs, ppo.log_prob(policy, rollout.actions))
         means, log_stds = policy.chunk(2, -1)
         noise.append((rollout.actions - means) / log_stds.exp())
         rollouts.append(rollout)
-        results = ppo.running_sums(rollout, sums, 0.9)
-        found += [(i, *episode) for episode in ppo.finished_episodes(rollout, results)]
     noise = torch.stack(noise)
     assert abs(noise.mean()) < 0.15
     assert abs(noise.std() - 1) < 0.1
     joined = ppo.Rollout(*(torch.cat(column) for column in zip(*rollouts, strict=True)))
-    expected, kinds = [], set()
+    kinds = set()
     for n in range(7):
-        rows, episodes = replay(n, 1, 40, joined.actions[:, n, 0])
+        rows, sums = replay(n, 1, 40, joined.actions[:, n, 0])
         obs, rewards, terminated, truncated, last_obs = map(np.array, zip(*rows, strict=True))
         np.testing.assert_allclose(joined.obs[:, n], obs, rtol=1e-6)
         np.testing.assert_allclose(joined.rewards[:, n], rewards, rtol=1e-5)
         np.testing.assert_array_equal(joined.terminated[:, n], terminated)
         np.testing.assert_array_equal(joined.truncated[:, n], truncated)
         np.testing.assert_allclose(joined.last_obs[:, n][~terminated], last_obs[~terminated], rtol=1e-6)
-        expected += episodes[1:]
+        np.testing.assert_allclose(joined.sums[:, :, n], sums, rtol=1e-5)
         ends = zip(terminated, truncated, np.arange(40) % 5, strict=True)
         kinds |= {(a, b, step in (0, 4)) for a, b, step in ends if a or b}
     assert (
         len(kinds) == 6
     )  # terminated, truncated, both; in the first or last step of a rollout, and elsewhere
-    expected = [(t // 5, total, length) for t, _, total, length in sorted(expected)]
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_a_batch_is_exact():
@@ -220,17 +219,12 @@ def test_a_batch_is_exact():
     moments = agent.return_moments
     mean, std, count = moments.mean.item(), moments.var.sqrt().item(), int(moments.count)
     seen = [mean - std, mean + std] * (count // 2)  # other numbers with the same moments
-    running, sums = np.zeros(6), torch.zeros(3, 6)
     for seed in range(2):
         before, rollout = copy.deepcopy(agent), random_rollout(args, agent, seed)
-        batch, _ = ppo.make_batch(agent, sums, args, *rollout)
+        batch = ppo.make_batch(agent, rollout, args)
         assert all(column.isfinite().all() for column in batch)
         rewards = rollout.rewards.double().numpy()
-        ended = (rollout.terminated | rollout.truncated).numpy()
-        for t in range(9):
-            running = args.gamma * running + rewards[t]
-            seen += running.tolist()
-            running[ended[t]] = 0
+        seen += rollout.sums[:, 0].flatten().tolist()  # of discounted returns
         scaled = np.clip(rewards / np.sqrt(np.var(seen) + 1e-8), -10, 10)
         with torch.no_grad():
             obs = before.normalize(rollout.obs)
@@ -246,7 +240,6 @@ def test_a_batch_is_exact():
         assert torch.equal(batch.old_log_probs, rollout.log_probs.flatten())
         assert agent.obs_moments.count == 50 + (seed + 1) * 54
     assert moments.var.item() == pytest.approx(np.var(seen), rel=1e-4)
-    np.testing.assert_allclose(sums[0], running, rtol=1e-5)
 
 
 # Update
@@ -283,31 +276,19 @@ def test_an_update_is_the_equations(changes):
     """Weights after all epochs on batches whose ratios clip, by an independent implementation in float64."""
     args = make_args(num_envs=8, num_steps=9, learning_rate=3e-3, **changes)
     agent = make_agent(args)
-    batch, _ = ppo.make_batch(agent, torch.zeros(3, 8), args, *random_rollout(args, agent))
+    batch = ppo.make_batch(agent, random_rollout(args, agent), args)
     batch = ppo.Batch(*(column.double() for column in batch))
     agent.double()
     other = copy.deepcopy(agent)
     optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
-    orders, epochs = [], []
-
-    def epoch(order, *columns):
-        orders.append(order)
-        epochs.append(ppo.learn(agent, optimizer, args, order, *columns))
-        return epochs[-1]
-
-    metrics = ppo.update(epoch, batch, args)
-    assert len(orders) == 2
-    assert all(
-        torch.equal(order.sort().values, torch.arange(72)) for order in orders
-    )  # every row is learnt from
-    assert not torch.equal(*orders)
+    orders = torch.stack([torch.randperm(72), torch.randperm(72)])
+    metrics = ppo.update(agent, optimizer, batch, orders, args)
     norms = reference_update(other, batch, orders, args, args.learning_rate)
     torch.testing.assert_close(weights(agent), weights(other), rtol=1e-7, atol=1e-9)
     assert metrics["grad_norm"] == pytest.approx(np.mean(norms))
     assert metrics["clipfrac"] > 0.05 or args.clip_coef > 0.1
     errors = 1 - batch.advantages.var() / batch.returns.var()
     assert metrics["explained_variance"] == pytest.approx(errors.item())
-    assert metrics["entropy"] == pytest.approx(sum(float(e["entropy"]) for e in epochs) / 2)
 
 
 def rates(folder):
@@ -388,11 +369,11 @@ def record_in(graph):
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """`record` as on a GPU, with stand-ins for what it uses of torch.cuda."""
-    text, on_gpu = inspect.getsource(ppo.record), ' and args.device == "cuda"'
+    """`train` as on a GPU, with stand-ins for what it uses of torch.cuda."""
+    text, on_gpu = inspect.getsource(ppo.train), ' and args.device == "cuda"'
     assert text.count(on_gpu) == 1
     exec(text.replace(on_gpu, ""), vars(ppo), namespace := {})
-    monkeypatch.setattr(ppo, "record", namespace["record"])
+    monkeypatch.setattr(ppo, "train", namespace["train"])
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", record_in)
 
@@ -418,23 +399,25 @@ def test_graphs_change_nothing(env_id, tmp_path, cuda):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("env_id", ["Pendulum", "gpu_envs:Target"])
-def test_graphs_on_a_gpu(env_id, tmp_path):
+def test_graphs_on_a_gpu():
     """Recorded functions and ordinary ones learn alike from the same data."""
     torch.set_default_device("cuda")
     try:
         finals = []
         for graphs in (True, False):
-            args = make_args(env_id="Pendulum", device="cuda", cuda_graphs=graphs)
+            args = make_args(device="cuda")
             agent = ppo.Agent(args, 3, 3, 1)
             agent.load_state_dict(make_agent(args, (3, 3, 1)).state_dict())
             optimizer = Adam(agent.parameters(), 1e-3, eps=1e-5, fused=True, capturable=True)
             rollout = random_rollout(args, agent, 5)
-            sums = torch.zeros(3, args.num_envs)
-            _, prepare, epoch = ppo.record(ppo.Pendulums(args), agent, optimizer, None, sums, args)
+            graph = ppo.recorded if graphs else lambda function: function
+            prepare = graph(lambda *columns: ppo.make_batch(agent, ppo.Rollout(*columns), args))
+            learn = graph(
+                lambda orders, *batch: ppo.update(agent, optimizer, ppo.Batch(*batch), orders, args)
+            )
             for _ in range(3):
-                batch, _ = prepare(*rollout)
-                epoch(torch.arange(len(batch.obs)), *batch)
+                batch = prepare(*rollout)
+                learn(torch.arange(len(batch.obs)).expand(2, -1), *batch)
             finals.append(weights(agent))
         torch.testing.assert_close(*finals, rtol=1e-3, atol=1e-4)
     finally:
@@ -445,12 +428,12 @@ def test_graphs_on_a_gpu(env_id, tmp_path):
 
 
 def test_what_a_run_prints_and_holds(trained):
-    """Folder, progress, evaluation, a command that works; a checkpoint that loads without executing code."""
+    """Its path, progress, evaluation; a checkpoint that loads without executing code."""
     for text in (
-        r"^Pendulum: 7,680 steps, seed 1$",
+        r"^Pendulum: 0 of 7,680 steps, seed 1$",
         r"^ +7,680 steps  return -1\d\d\d.*  KL 0\.\d+  [\d,]+/s  0 min left$",
-        r"^evaluation return -[\d.]+ ± [\d.]+, 16 episodes with the most likely actions$",
-        r"^resume +python ppo_gpu.py --resume (\S+checkpoint.pt)$",
+        r"^evaluation return -[\d.]+ ± [\d.]+ with the most likely actions$",
+        r"^checkpoint (\S+checkpoint.pt), curves: tensorboard --logdir runs$",
     ):
         found = re.search(text, trained.printed, re.MULTILINE)
         assert found, text
@@ -464,32 +447,56 @@ def test_what_a_run_prints_and_holds(trained):
 
 
 def test_a_run_that_was_stopped_resumes_as_if_it_had_not_been(trained, tmp_path, monkeypatch):
-    """Ctrl-C in the middle of an update leaves the last whole iteration; then episodes and all else continue.
+    """What a run saved last is of a whole iteration; from there, episodes and all else continue.
 
     Weights, statistics, optimizer and curves are those of a run that was not stopped, bit for bit.
     """
-    learn, calls = ppo.learn, []
+    log = ppo.Run.log
 
-    def interrupted(*args):
-        calls.append(args)
-        if len(calls) == 54:  # the second epoch of iteration 27
-            raise KeyboardInterrupt
-        return learn(*args)
+    def stopped(run, *args):
+        if run.state.global_step == 27 * 128:
+            raise KeyboardInterrupt  # after the update
+        log(run, *args)
+        run.save()
 
-    monkeypatch.setattr(ppo, "learn", interrupted)
-    printed, path = run(tmp_path, env_id="Pendulum", total_timesteps=7680)
-    assert "stopped" in printed
-    assert "evaluation" not in printed
+    monkeypatch.setattr(ppo.Run, "log", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, env_id="Pendulum", total_timesteps=7680)
+    path = checkpoint_in(tmp_path)
     assert load(path)["state"]["global_step"] == 26 * 128
-    monkeypatch.setattr(ppo, "learn", learn)
+    monkeypatch.setattr(ppo.Run, "log", log)
     done = call(tmp_path, "--resume", path)
     assert (done.status, done.err) == (0, "")
-    assert "resumed    after 3,328 of 7,680 steps" in done.out
+    assert "3,328 of 7,680 steps" in done.out
     for name in ("agent", "optimizer", "state", "random"):
         assert same(load(path)[name], load(trained.path)[name]), name
     resumed, whole = curves(path.parent), curves(trained.path.parent)
     whole["charts/episodic_return_100"] = resumed["charts/episodic_return_100"] = None  # of this process
     assert resumed == whole
+
+
+def test_curves_have_whole_episodes(tmp_path):
+    """Mean return and length of those that ended in an iteration, without the first of each environment."""
+    returns, lengths = {}, {}
+    make_batch = ppo.make_batch
+    with pytest.MonkeyPatch.context() as patch:
+        rollouts = []
+        patch.setattr(ppo, "make_batch", lambda agent, *x: rollouts.append(x[0]) or make_batch(agent, *x))
+        _, path = run(tmp_path, env_id=SCRIPTED)
+    first = np.ones(16, bool)
+    total, length = np.zeros((2, 16))
+    for i, rollout in enumerate(rollouts, 1):
+        ended = []
+        for t in range(8):
+            total, length = total + rollout.rewards[t].numpy(), length + 1
+            over = (rollout.terminated | rollout.truncated)[t].numpy()
+            ended += zip(total[over & ~first], length[over & ~first], strict=True)
+            first, total, length = first & ~over, total * ~over, length * ~over
+        if ended:
+            returns[i * 128], lengths[i * 128] = np.mean(ended, 0)
+    found = curves(path.parent)
+    assert found["charts/episodic_return"] == pytest.approx(returns, rel=1e-4)
+    assert found["charts/episodic_length"] == pytest.approx(lengths)
 
 
 def test_resuming_with_other_environments(trained, tmp_path):
@@ -537,9 +544,8 @@ def test_evaluation_ends_with_each_episode(tmp_path):
 def test_video(tmp_path):
     """Of the first environment, where it can render; the pendulums cannot."""
     pytest.importorskip("moviepy")
-    printed, path = run(tmp_path, "--capture-video")
+    _, path = run(tmp_path, "--capture-video")
     assert path.with_name("video.mp4").stat().st_size > 1000
-    assert "video.mp4" in printed
     refused = call(tmp_path, "--capture-video", **SMALL)
     assert (refused.status, refused.err) == (2, "ppo_gpu.py: Pendulum cannot be recorded: it has no render\n")
 
@@ -550,16 +556,11 @@ def test_nan_is_named(tmp_path):
     assert done.status == 1
     assert "look for NaN in the environment" in done.err
     path = checkpoint_in(tmp_path)
-    assert f"--resume {path.relative_to(tmp_path)}" in done.err
     assert all(x.isfinite().all() for x in load(path)["agent"].values())
 
 
 REFUSALS = {
-    "--num-envs 0": "must be positive",
-    "--gamma 1.5": "--gamma",
     "--num-minibatches 4097": "--num-minibatches must be at most 4096",
-    "--total-timesteps 1000": "--total-timesteps must be at least 16384",
-    "--device gpu": "use cpu",
     "--env-id no_module:f": "no_module",
     "--resume none.pt": "none.pt",
     "--resume gpu_envs.py": "is not a checkpoint",
@@ -574,18 +575,6 @@ def test_refusals(words, tmp_path):
     assert (done.status, done.out, list(tmp_path.iterdir())) == (2, "", [])
     assert REFUSALS[words.replace(gpu_envs.__file__, "gpu_envs.py")] in done.err
     assert done.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
-def test_a_checkpoint_for_something_else(flag, trained, tmp_path):
-    """Of other environments, or of another script: one line, with exit status 2."""
-    content = load(trained.path)
-    content["agent"] = {name: x for name, x in content["agent"].items() if name != "log_std"}  # as of ppo.py
-    torch.save(content, tmp_path / "other.pt")
-    for path, env_id in ((trained.path, "gpu_envs:Target"), (tmp_path / "other.pt", "Pendulum")):
-        done = call(tmp_path, flag, path, device="cpu", env_id=env_id)
-        message = f"ppo_gpu.py: {path} is of another script, or not for {env_id}\n"
-        assert (done.status, done.out, done.err) == (2, "", message)
 
 
 def test_help_and_defaults(tmp_path):
@@ -647,8 +636,8 @@ def test_pendulums_are_solved(tmp_path):
 def test_playground(tmp_path, monkeypatch):
     """Steps are those of the environment itself; at the time limit, it returns to where it started.
 
-    Of observations in two parts, what the robot sees comes first, then what only the simulator knows; other
-    dicts are refused. Then a few iterations of training.
+    Of observations in two parts, what the robot sees comes first, then what only the simulator knows. Then a
+    few iterations of training.
     """
     registry = pytest.importorskip("mujoco_playground").registry
     import jax
@@ -668,10 +657,7 @@ def test_playground(tmp_path, monkeypatch):
 
         return load
 
-    monkeypatch.setattr(registry, "load", load_with(lambda obs: {"pixels": obs}))
     args = make_args(env_id="CartpoleBalance", num_envs=10, num_minibatches=2, total_timesteps=240)
-    with pytest.raises(ValueError, match="observations pixels: only vectors"):
-        ppo.Playground(args)
     monkeypatch.setattr(registry, "load", load_with(lambda x: {"state": x[:2], "privileged_state": x}))
     envs = ppo.Playground(args)
     assert (envs.actor_obs_size, envs.obs_size, envs.action_size, envs.max_steps) == (2, 7, 1, 1000)
