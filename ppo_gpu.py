@@ -10,10 +10,9 @@
 
 Observations, actions and rewards are tensors that stay on the GPU. Without --env-id, it trains pendulums that
 are written in PyTorch. Other names are those of MuJoCo Playground (pip install playground "jax[cuda13]").
-For your own environments, or those of Isaac Lab, mjlab or ManiSkill, write a class with the attributes and
-methods of `Pendulums`, and name it: --env-id my_module:MyClass. It is called with the settings (`Args`), and
-its module may start a simulator. Under torchrun, each process has a GPU with environments of its own, and
-all train the same networks.
+For your own environments, or those of Isaac Lab, mjlab or ManiSkill, write a class like `Pendulums` that is
+called with `Args`, and name it: --env-id my_module:MyClass. Under torchrun, each process has a GPU with
+environments of its own, and all train the same networks.
 
   [PPO]     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   [GAE]     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
@@ -21,20 +20,16 @@ all train the same networks.
   [Limits]  Pardo et al. 2018, "Time Limits in Reinforcement Learning", arXiv:1712.00378
   [Matters] Engstrom et al. 2020, "Implementation Matters in Deep Policy Gradients", arXiv:2005.12729
   [37]      Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog
-  [Minutes] Rudin et al. 2022, "Learning to Walk in Minutes Using Massively Parallel Deep Reinforcement
-            Learning", arXiv:2109.11978
 
 PPO itself comes first, in the order of the paper, up to `train`, its Algorithm 1. What training needs around
 it follows. An iteration:
 
-    train                     the results, after repeating:
-      adjust_learning_rate    nothing: it sets the learning rate
-      collect_rollout         the rollout of the next T steps
-      make_batch              its transitions, with advantages (compute_gae) and returns
-      update                  metrics, after K epochs of gradient steps
+    train                the results, after repeating:
+      collect_rollout    the rollout of the next T steps
+      make_batch         its transitions, with advantages (compute_gae) and returns
+      update             metrics, after K epochs of gradient steps
 
-Shapes: T steps per rollout, N environments, D numbers per observation, A per action, B = T N transitions per
-batch.
+Shapes: T steps per rollout, N environments, D numbers per observation, A per action, B = T N transitions.
 """
 
 import math
@@ -69,6 +64,7 @@ class Args:  # the trailing comments become --help
     resume: str | None = None  # resume from this checkpoint; flags override its settings
     evaluate: str | None = None  # only evaluate this checkpoint, greedily
     capture_video: bool = False  # record an episode of the evaluation in the run folder (needs moviepy)
+    track: bool = False  # mirror TensorBoard to Weights & Biases (needs wandb)
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda or mps
     cuda_graphs: bool = True  # record CUDA graphs; switch it off to debug, or if a change cannot be recorded
 
@@ -79,18 +75,21 @@ class Args:  # the trailing comments become --help
     # PPO
     total_timesteps: float = 1_000_000  # total number of transitions; 1e6 is fine
     num_steps: int = 16  # T: steps of each environment per rollout
-    learning_rate: float = 1e-3  # Adam's step size, decayed linearly to 0; with --desired-kl, its upper limit
+    learning_rate: float = 1e-3  # Adam's step size, decayed linearly to 0
     gamma: float = 0.95  # γ: discount factor
     gae_lambda: float = 0.95  # λ: trades bias (0) against variance (1) of the advantages
     update_epochs: int = 10  # K: passes over each rollout
     num_minibatches: int = 8  # minibatches per epoch, one gradient step each
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
-    desired_kl: float | None = None  # adapt the learning rate to this mean approx_kl of an iteration, in nats
     ent_coef: float = 0.0  # c₂: weight of the entropy bonus
     vf_coef: float = 0.5  # c₁: weight of the value loss, ½ (V - return)²
     max_grad_norm: float = 1.0  # clip the gradient to this global norm
     init_log_std: float = -0.5  # initial log standard deviation of actions
     hidden_size: int = 64  # width of the two hidden layers of the actor, and of the critic
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():  # NumPy's numbers could not be loaded from a checkpoint
+            setattr(self, name, value.item() if isinstance(value, np.generic) else value)
 
 
 # Defaults for all other environments. γ and the learning rate are those of Playground for its control suite.
@@ -123,11 +122,12 @@ class RunningMoments(nn.Module):
         """Include x [B, D] of all processes."""
         mean = average(x.mean(0))
         var = average((x - mean).square().mean(0))
-        share = len(x) / (self.count + len(x))  # of the new data
+        new = len(x) * PROCESSES
+        share = new / (self.count + new)  # of the new data
         delta = mean - self.mean
         self.var.lerp_(var, share).add_(share * (1 - share) * delta.square())
         self.mean.add_(share * delta)
-        self.count.add_(len(x))
+        self.count.add_(new)
 
 
 class Agent(nn.Module):
@@ -210,7 +210,6 @@ class State:
     """What changes during training besides the networks."""
 
     global_step: int = 0  # transitions so far
-    kl: float = math.nan  # approx_kl of the last iteration
     episodes: dict[str, Tensor] = field(default_factory=dict)  # the unfinished ones, if they can be saved
 
 
@@ -344,27 +343,13 @@ def recorded(function: Callable) -> Callable:
     return call
 
 
-def adjust_learning_rate(learning_rate: Tensor, state: State, args: Args) -> None:
-    """Set the learning rate of an iteration, by its schedule, or --desired-kl and the KL of the last one."""
-    scheduled = args.learning_rate * (1 - state.global_step / args.total_timesteps)
-    if args.desired_kl is None:
-        learning_rate.fill_(scheduled)
-    elif state.kl > 1.5 * args.desired_kl:
-        learning_rate /= 1.5
-    elif state.kl < args.desired_kl / 1.5:
-        learning_rate *= 1.5
-    learning_rate.clamp_(1e-5, scheduled)
-
-
 def train(args: Args, envs: Any = None) -> dict:
-    """PPO ([PPO], Algorithm 1), then a greedy evaluation.
+    """PPO ([PPO], Algorithm 1), then a greedy evaluation, in environments of `make_envs` or in these.
 
     Returns "checkpoint" (its path), "training_return" (mean of the last 100 episodes) and "greedy_returns"
-    (of the evaluation's episodes). Raises `ValueError` for invalid settings. With `resume`, the
-    other settings are still those of `args`: only the command line takes them from the checkpoint. Under
-    torchrun, the first process logs, saves and evaluates; the others return nothing.
+    (of the evaluation's episodes). With `resume`, the other settings are still those of `args`: only the
+    command line takes them from the checkpoint. Under torchrun, the first process logs, saves and evaluates.
     """
-    check_args(args)
     envs = make_envs(args) if envs is None else envs
     torch.set_float32_matmul_precision("high")  # matrix products in TF32, on GPUs that have it
     torch.manual_seed(args.seed)  # all processes start with the same weights
@@ -375,7 +360,7 @@ def train(args: Args, envs: Any = None) -> dict:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     torch.manual_seed(args.seed + 1000 * RANK)
     obs = envs.reset().clone()
-    envs.steps.random_(envs.max_steps)  # spread the time limits of the environments ([Minutes])
+    envs.steps.random_(envs.max_steps)  # spread the time limits of the environments (as Rudin et al. 2022)
     sums = torch.zeros(3, args.num_envs, device=args.device)
     sums[1] = math.nan  # the returns of these first, shortened episodes, which are not logged
     state = State()
@@ -396,13 +381,12 @@ def train(args: Args, envs: Any = None) -> dict:
     learn = graph(lambda orders, *batch: update(agent, optimizer, Batch(*batch), orders, args))
     run = Run(args, agent, optimizer, state) if RANK == 0 else None
     while state.global_step < args.total_timesteps:
-        adjust_learning_rate(learning_rate, state, args)
+        learning_rate.fill_(args.learning_rate * (1 - state.global_step / args.total_timesteps))
         rollout = collect()
         batch = prepare(*rollout)
         orders = [torch.randperm(len(batch.obs), device=args.device) for _ in range(args.update_epochs)]
         metrics = {name: x.item() for name, x in learn(torch.stack(orders), *batch).items()}
         state.global_step += len(batch.obs) * PROCESSES
-        state.kl = metrics["approx_kl"]
         if run:
             run.log(metrics, rollout)
     if PROCESSES > 1:
@@ -414,24 +398,12 @@ def train(args: Args, envs: Any = None) -> dict:
 # ========================== End of PPO. What follows is what training needs around it ======================
 
 
-# ------------------------------------------------- Processes and settings ----------------------------------
-
-
 def average(x: Tensor) -> Tensor:
     """The mean over all processes, in place."""
     if dist.is_initialized():
         dist.all_reduce(x)
         x /= dist.get_world_size()
     return x
-
-
-def check_args(args: Args) -> None:
-    """Raise `ValueError` for invalid settings."""
-    size = args.num_envs * args.num_steps
-    if 4 * args.num_minibatches > size:
-        raise ValueError(f"--num-minibatches must be at most {size // 4} for this rollout")
-    if args.capture_video and not find_spec("moviepy"):
-        raise ValueError("--capture-video needs: pip install moviepy")
 
 
 # ------------------------------------------------- Environments --------------------------------------------
@@ -442,8 +414,8 @@ class Pendulums(nn.Module):
 
     That is: the sizes, `max_steps` (the time limit), `steps` [N] of the current episodes (a tensor that can
     be written to), `reset` and `step`. If they are a module whose buffers are all that `step` changes, each
-    in its place, then a CUDA graph records the steps, and a resumed run continues the episodes if it is of
-    one process. --capture-video needs `snapshot` and `render`, as `Playground` has them.
+    in its place, then a CUDA graph records the steps, and a resumed run of one process continues the
+    episodes. --capture-video needs `snapshot` and `render`, as `Playground` has them.
     """
 
     obs_size = actor_obs_size = 3  # the actor sees the first numbers of an observation, the critic all
@@ -507,6 +479,8 @@ class Playground:
         self.jax = jax
         self.steps = torch.zeros(args.num_envs, device=args.device)
         obs = jax.eval_shape(env.reset, jax.random.key(0)).obs
+        if isinstance(obs, dict) and obs.keys() != {"state", "privileged_state"}:
+            raise ValueError(f"{args.env_id} has observations {', '.join(obs)}: only vectors are supported")
         sizes = [part.shape[-1] for part in jax.tree.leaves(obs)]
         self.obs_size, self.actor_obs_size = sum(sizes), sizes[-1]
 
@@ -550,13 +524,16 @@ class Playground:
 
 
 def make_envs(args: Args) -> Any:
-    """N environments on the device. Put your own here, with what `Pendulums` has."""
+    """N environments on the device. Raises `ValueError` for invalid settings or environments."""
+    size = args.num_envs * args.num_steps
+    if 4 * args.num_minibatches > size:
+        raise ValueError(f"--num-minibatches must be at most {size // 4} for this rollout")
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     make: Any = Pendulums if args.env_id == "Pendulum" else Playground
     envs = resolve_name(args.env_id)(args) if ":" in args.env_id else make(args)
-    if args.capture_video and not hasattr(envs, "render"):
-        raise ValueError(f"{args.env_id} cannot be recorded: it has no render")
+    if args.capture_video and not (find_spec("moviepy") and hasattr(envs, "render")):
+        raise ValueError("--capture-video needs environments with render, and pip install moviepy")
     check_step(envs, args)
     return envs
 
@@ -564,15 +541,19 @@ def make_envs(args: Args) -> Any:
 def check_step(envs: Any, args: Args) -> None:
     """Raise `ValueError` if reset or step return something else than those of `Pendulums`."""
 
-    def kinds(*results: Any) -> list:
-        return [(x.dtype, [*x.shape], x.device.type) if isinstance(x, Tensor) else type(x) for x in results]
+    def kind(x: Any) -> str:
+        return f"{x.dtype} {[*x.shape]} on {x.device.type}" if isinstance(x, Tensor) else type(x).__name__
 
     rewards = torch.zeros(args.num_envs, device=args.device)
     obs, ends = rewards.new_zeros(args.num_envs, envs.obs_size), rewards.bool()
-    expected = kinds(obs, obs, rewards, ends, ends, obs)
-    returned = kinds(envs.reset(), *envs.step(rewards.new_zeros(args.num_envs, envs.action_size)))
-    if returned != expected:
-        raise ValueError(f"{args.env_id}: reset and step must return {expected}, not {returned}")
+    first, results = envs.reset(), envs.step(rewards.new_zeros(args.num_envs, envs.action_size))
+    if len(results) != 5:
+        raise ValueError(f"{args.env_id}: step must return 5 tensors, not {len(results)}")
+    names = "what reset returns", "observations", "rewards", "terminated", "truncated", "last_obs"
+    expected = obs, obs, rewards, ends, ends, obs
+    for name, value, result in zip(names, expected, (first, *results), strict=True):
+        if kind(result) != kind(value):
+            raise ValueError(f"{args.env_id}: {name} must be {kind(value)}, not {kind(result)}")
 
 
 # ------------------------------------------------- Logging and checkpoints ---------------------------------
@@ -586,6 +567,10 @@ class Run:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.path = Path(args.resume or Path("runs", re.sub(r"[^\w.-]+", "_", name), "checkpoint.pt"))
         folder = self.path.parent
+        if args.track:
+            import wandb
+
+            wandb.init(name=folder.name, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
         print(f"{args.env_id}: {state.global_step:,} of {args.total_timesteps:,.0f} steps, seed {args.seed}")
         print(f"checkpoint {self.path}, curves: tensorboard --logdir runs", flush=True)
         self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)
@@ -702,7 +687,7 @@ def evaluate(path: str | Path, args: Args, envs: Any) -> np.ndarray:
     return returns.cpu().numpy()
 
 
-RUN_ONLY = "resume", "evaluate", "capture_video", "device"  # never taken from a checkpoint
+RUN_ONLY = "resume", "evaluate", "track", "capture_video", "device"  # never taken from a checkpoint
 
 
 def parse_args() -> Args:
@@ -717,7 +702,6 @@ def parse_args() -> Args:
         args = tyro.cli(Args, description=description, default=default)
     elif args.env_id != Args.env_id:
         args = tyro.cli(Args, description=description, default=OTHERS)
-    check_args(args)
     return args
 
 

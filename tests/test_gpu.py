@@ -108,12 +108,12 @@ def test_pendulums_are_gymnasiums():
 
 
 WRONG = {
-    "numpy_rewards": "<class 'numpy.ndarray'>",
-    "another_shape": "(torch.float32, [16, 1], 'cpu')",
-    "another_device": "(torch.float32, [16, 2], 'meta')",
-    "float_ends": "(torch.bool, [16], 'cpu'), (torch.float32, [16], 'cpu'), (torch.float32, [16, 2], 'cpu')]",
-    "info_too": "<class 'dict'>",
-    "reset_with_info": "<class 'tuple'>",
+    "numpy_rewards": "rewards must be .* not ndarray",
+    "another_shape": r"rewards must be .*\[16\] .* not .*\[16, 1\]",
+    "another_device": "observations must be .* cpu, not .* meta",
+    "float_ends": r"truncated must be .*bool .* not .*float32",
+    "info_too": "5 tensors, not 6",
+    "reset_with_info": "reset returns must be .* not tuple",
 }
 
 
@@ -122,8 +122,7 @@ def test_wrong_environments(name, tmp_path):
     """What `reset` and `step` return is checked at once: one sentence, exit status 2, and no folder."""
     done = call(tmp_path, **SMALL, env_id=f"gpu_envs:{name}")
     assert (done.status, done.out, list(tmp_path.iterdir())) == (2, "", [])
-    assert re.match(f"ppo_gpu.py: gpu_envs:{name}: reset and step must return .*, not .*\n$", done.err)
-    assert WRONG[name] in done.err.split(", not ")[1]
+    assert re.fullmatch(f"ppo_gpu.py: gpu_envs:{name}: .*{WRONG[name]}.*\n", done.err)
 
 
 # Rollout and batch
@@ -204,9 +203,8 @@ def test_a_rollout_is_the_script():
         np.testing.assert_allclose(joined.sums[:, :, n], sums, rtol=1e-5)
         ends = zip(terminated, truncated, np.arange(40) % 5, strict=True)
         kinds |= {(a, b, step in (0, 4)) for a, b, step in ends if a or b}
-    assert (
-        len(kinds) == 6
-    )  # terminated, truncated, both; in the first or last step of a rollout, and elsewhere
+    # terminated, truncated, both; in the first or last step of a rollout, and elsewhere
+    assert len(kinds) == 6
 
 
 def test_a_batch_is_exact():
@@ -291,18 +289,21 @@ def test_an_update_is_the_equations(changes):
     assert metrics["explained_variance"] == pytest.approx(errors.item())
 
 
-def rates(folder):
-    return list(curves(checkpoint_in(folder).parent)["charts/learning_rate"].values())
+def test_the_learning_rate_is_linear(tmp_path):
+    """To 0, where training ends."""
+    _, path = run(tmp_path, learning_rate=0.01)
+    rates = [*curves(path.parent)["charts/learning_rate"].values()]
+    assert rates == pytest.approx([0.01 * (1 - i / 8) for i in range(8)])
 
 
-def test_learning_rates(tmp_path):
-    """Linear to 0; with --desired-kl, times or over 1.5 after each iteration, up to the schedule."""
-    run(tmp_path / "a", learning_rate=0.01)
-    assert rates(tmp_path / "a") == pytest.approx([0.01 * (1 - i / 8) for i in range(8)])
-    run(tmp_path / "b", learning_rate=0.01, desired_kl=1e-9)
-    assert rates(tmp_path / "b") == pytest.approx([0.01 / 1.5**i for i in range(8)])
-    run(tmp_path / "c", learning_rate=0.01, desired_kl=1000.0)
-    assert rates(tmp_path / "c") == pytest.approx([0.01 * (1 - i / 8) for i in range(8)])
+def test_every_row_is_learnt_from(tmp_path, monkeypatch):
+    """Once in each epoch, in another order."""
+    update, seen = ppo.update, []
+    monkeypatch.setattr(ppo, "update", lambda *x: seen.extend(x[3].clone()) or update(*x))
+    run(tmp_path)
+    assert len(seen) == 8 * 2
+    assert all(torch.equal(order.sort().values, torch.arange(128)) for order in seen)
+    assert len({tuple(order.tolist()) for order in seen}) == 16
 
 
 # CUDA graphs, on a CPU: `recorded` itself, with a stand-in for torch.cuda
@@ -398,28 +399,28 @@ def test_graphs_change_nothing(env_id, tmp_path, cuda):
     assert curves(plain.parent) == curves(graphs.parent)
 
 
+def weights_on_a_gpu(graph):
+    """Weights after three updates on the same data, by functions that are recorded or not."""
+    args = make_args(device="cuda")
+    agent = ppo.Agent(args, 3, 3, 1)
+    agent.load_state_dict(make_agent(args, (3, 3, 1)).state_dict())
+    optimizer = Adam(agent.parameters(), 1e-3, eps=1e-5, fused=True, capturable=True)
+    rollout = random_rollout(args, agent, 5)
+    prepare = graph(lambda *columns: ppo.make_batch(agent, ppo.Rollout(*columns), args))
+    learn = graph(lambda orders, *batch: ppo.update(agent, optimizer, ppo.Batch(*batch), orders, args))
+    for _ in range(3):
+        batch = prepare(*rollout)
+        learn(torch.arange(len(batch.obs)).expand(2, -1), *batch)
+    return weights(agent)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_graphs_on_a_gpu():
-    """Recorded functions and ordinary ones learn alike from the same data."""
+    """Recorded functions and ordinary ones learn alike."""
     torch.set_default_device("cuda")
     try:
-        finals = []
-        for graphs in (True, False):
-            args = make_args(device="cuda")
-            agent = ppo.Agent(args, 3, 3, 1)
-            agent.load_state_dict(make_agent(args, (3, 3, 1)).state_dict())
-            optimizer = Adam(agent.parameters(), 1e-3, eps=1e-5, fused=True, capturable=True)
-            rollout = random_rollout(args, agent, 5)
-            graph = ppo.recorded if graphs else lambda function: function
-            prepare = graph(lambda *columns: ppo.make_batch(agent, ppo.Rollout(*columns), args))
-            learn = graph(
-                lambda orders, *batch: ppo.update(agent, optimizer, ppo.Batch(*batch), orders, args)
-            )
-            for _ in range(3):
-                batch = prepare(*rollout)
-                learn(torch.arange(len(batch.obs)).expand(2, -1), *batch)
-            finals.append(weights(agent))
-        torch.testing.assert_close(*finals, rtol=1e-3, atol=1e-4)
+        plain, graphs = weights_on_a_gpu(lambda function: function), weights_on_a_gpu(ppo.recorded)
+        torch.testing.assert_close(graphs, plain, rtol=1e-3, atol=1e-4)
     finally:
         torch.set_default_device(None)
 
@@ -547,7 +548,8 @@ def test_video(tmp_path):
     _, path = run(tmp_path, "--capture-video")
     assert path.with_name("video.mp4").stat().st_size > 1000
     refused = call(tmp_path, "--capture-video", **SMALL)
-    assert (refused.status, refused.err) == (2, "ppo_gpu.py: Pendulum cannot be recorded: it has no render\n")
+    assert refused.status == 2
+    assert "environments with render" in refused.err
 
 
 def test_nan_is_named(tmp_path):
@@ -636,8 +638,8 @@ def test_pendulums_are_solved(tmp_path):
 def test_playground(tmp_path, monkeypatch):
     """Steps are those of the environment itself; at the time limit, it returns to where it started.
 
-    Of observations in two parts, what the robot sees comes first, then what only the simulator knows. Then a
-    few iterations of training.
+    Of observations in two parts, what the robot sees comes first, then what only the simulator knows; other
+    dicts are refused. Then a few iterations of training.
     """
     registry = pytest.importorskip("mujoco_playground").registry
     import jax
@@ -658,6 +660,9 @@ def test_playground(tmp_path, monkeypatch):
         return load
 
     args = make_args(env_id="CartpoleBalance", num_envs=10, num_minibatches=2, total_timesteps=240)
+    monkeypatch.setattr(registry, "load", load_with(lambda obs: {"pixels": obs}))
+    with pytest.raises(ValueError, match="pixels"):
+        ppo.Playground(args)
     monkeypatch.setattr(registry, "load", load_with(lambda x: {"state": x[:2], "privileged_state": x}))
     envs = ppo.Playground(args)
     assert (envs.actor_obs_size, envs.obs_size, envs.action_size, envs.max_steps) == (2, 7, 1, 1000)
