@@ -185,12 +185,12 @@ def compute_gae(
     Both kinds of end stop the sum, but at a time limit (truncated) V(s_{t+1}) still counts ([Limits]).
     So `next_values` are those of the states that the steps led to, before any reset. All tensors are [T, N].
     """
-    next_values = torch.where(terminated, 0, next_values)  # not a product: a last state may be NaN
+    next_values = next_values.masked_fill(terminated, 0)  # not a product: a last state may be NaN
     deltas = rewards + gamma * next_values - values
     ended = terminated | truncated
     advantages, following = torch.zeros_like(values), torch.zeros_like(values[0])
     for t in reversed(range(len(rewards))):
-        following = deltas[t] + gamma * gae_lambda * torch.where(ended[t], 0, following)
+        following = deltas[t] + gamma * gae_lambda * following.masked_fill(ended[t], 0)
         advantages[t] = following
     return advantages, advantages + values
 
@@ -275,7 +275,7 @@ def collect_rollout(envs: Any, choose: Callable, obs: Tensor, sums: Tensor, args
         sums += torch.stack([rewards, rewards, torch.ones_like(rewards)])
         row = obs, actions, log_probs, rewards, terminated, truncated, last_obs, sums
         rows.append([x.clone() for x in row])  # memory may be used again
-        sums.copy_(torch.where(terminated | truncated, 0, sums))
+        sums.masked_fill_(terminated | truncated, 0)
         obs.copy_(following)
     return Rollout(*(torch.stack(column) for column in zip(*rows, strict=True)))
 

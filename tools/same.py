@@ -53,7 +53,7 @@ ppo_atari.py --total-timesteps 2048 --num-threads 1 --eval-episodes 2 --bfloat16
 ppo_atari.py --total-timesteps 2048 --num-threads 1 --eval-episodes 2 --env-id PongNoFrameskip-v4 --clip-vloss
 ppo_atari.py --total-timesteps 1024 --num-threads 1 then --total-timesteps 2048 --num-threads 1
 ppo_gpu.py --device cpu --total-timesteps 50000
-ppo_gpu.py --device cpu --total-timesteps 50000 --desired-kl 0.01 --num-envs 64 --num-steps 32
+ppo_gpu.py --device cpu --total-timesteps 50000 --num-envs 64 --num-steps 32
 ppo_rlhf.py --total-episodes 1024
 grpo.py --total-episodes 1024
 """
