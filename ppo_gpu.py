@@ -347,9 +347,11 @@ def train(args: Args, envs: Any = None) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation, in environments of `make_envs` or in these.
 
     Returns "checkpoint" (its path), "training_return" (mean of the last 100 episodes) and "greedy_returns"
-    (of the evaluation's episodes). With `resume`, the other settings are still those of `args`: only the
-    command line takes them from the checkpoint. Under torchrun, the first process logs, saves and evaluates.
+    (of the evaluation's episodes). Raises `ValueError` for invalid settings. With `resume`, the other
+    settings are still those of `args`: only the command line takes them from the checkpoint. Under torchrun,
+    the first process logs, saves and evaluates.
     """
+    check_args(args)
     envs = make_envs(args) if envs is None else envs
     torch.set_float32_matmul_precision("high")  # matrix products in TF32, on GPUs that have it
     torch.manual_seed(args.seed)  # all processes start with the same weights
@@ -406,6 +408,13 @@ def average(x: Tensor) -> Tensor:
     return x
 
 
+def check_args(args: Args) -> None:
+    """Raise `ValueError` for invalid settings."""
+    size = args.num_envs * args.num_steps
+    if 4 * args.num_minibatches > size:
+        raise ValueError(f"--num-minibatches must be at most {size // 4} for this rollout")
+
+
 # ------------------------------------------------- Environments --------------------------------------------
 
 
@@ -460,7 +469,10 @@ class Pendulums(nn.Module):
 
 
 class Playground:
-    """N environments of MuJoCo Playground. As in its own training, each starts all episodes in one state."""
+    """N environments of MuJoCo Playground, with what `Pendulums` has.
+
+    As in Playground's own training, each starts all its episodes in one state.
+    """
 
     def __init__(self, args: Args):
         if not find_spec("mujoco_playground"):
@@ -499,14 +511,12 @@ class Playground:
         return self.jax.numpy.concatenate(self.jax.tree.leaves(obs)[::-1], -1)
 
     def reset(self) -> Tensor:
-        """As that of `Pendulums`."""
         key = self.jax.random.key(torch.randint(2**31, ()).item())  # torch.manual_seed decides it
         self.state = self.start = self.jit_reset(self.jax.random.split(key, len(self.steps)))
         self.steps.zero_()
         return torch.from_dlpack(self.merge(self.start.obs))
 
     def step(self, actions: Tensor) -> tuple[Tensor, ...]:
-        """As that of `Pendulums`."""
         self.steps += 1
         action, cut = map(self.jax.dlpack.from_dlpack, (actions.clamp(-1, 1), self.steps >= self.max_steps))
         self.state, results = self.jit_step(self.state, self.start, action, cut)
@@ -524,10 +534,7 @@ class Playground:
 
 
 def make_envs(args: Args) -> Any:
-    """N environments on the device. Raises `ValueError` for invalid settings or environments."""
-    size = args.num_envs * args.num_steps
-    if 4 * args.num_minibatches > size:
-        raise ValueError(f"--num-minibatches must be at most {size // 4} for this rollout")
+    """N environments on the device. Put your own here, with what `Pendulums` has."""
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     make: Any = Pendulums if args.env_id == "Pendulum" else Playground
@@ -597,7 +604,7 @@ class Run:
         if not math.isfinite(metrics["approx_kl"] + metrics["grad_norm"]):
             raise FloatingPointError("not finite: look for NaN in the environment, or lower --learning-rate")
         args, step, now = self.args, self.state.global_step, time.monotonic()
-        scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
+        scalars = {f"losses/{name}": value for name, value in metrics.items()}
         _, returns, lengths = rollout.sums.unbind(1)
         ended = (rollout.terminated | rollout.truncated) & ~returns.isnan()  # of whole episodes
         if ended.any():
@@ -702,6 +709,7 @@ def parse_args() -> Args:
         args = tyro.cli(Args, description=description, default=default)
     elif args.env_id != Args.env_id:
         args = tyro.cli(Args, description=description, default=OTHERS)
+    check_args(args)
     return args
 
 
