@@ -582,7 +582,7 @@ class Run:
         first, last = self.returns[:100], self.returns[-100:]
         known = len(self.returns) >= 200 and not args.resume
         # By how many standard deviations the return has risen.
-        gain = (np.mean(last) - np.mean(first)) / (np.std(first) + 1e-8) if known else math.nan
+        gain = float(np.mean(last) - np.mean(first)) / (float(np.std(first)) + 1e-8) if known else math.nan
         texts = advise(metrics | {"progress": step / args.total_timesteps, "gain": gain}, self.streaks)
         if texts or step >= args.total_timesteps or now - self.last_print > 5:
             self.last_print = now

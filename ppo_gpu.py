@@ -21,8 +21,7 @@ environments of its own, and all train the same networks.
   [Matters] Engstrom et al. 2020, "Implementation Matters in Deep Policy Gradients", arXiv:2005.12729
   [37]      Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog
 
-PPO itself comes first, in the order of the paper, up to `train`, its Algorithm 1. What training needs around
-it follows. An iteration:
+PPO comes first, in the order of the paper, up to `train`. An iteration, and what each part returns:
 
     train                the results, after repeating:
       collect_rollout    the rollout of the next T steps
@@ -346,10 +345,9 @@ def recorded(function: Callable) -> Callable:
 def train(args: Args, envs: Any = None) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation, in environments of `make_envs` or in these.
 
-    Returns "checkpoint" (its path), "training_return" (mean of the last 100 episodes) and "greedy_returns"
-    (of the evaluation's episodes). Raises `ValueError` for invalid settings. With `resume`, the other
-    settings are still those of `args`: only the command line takes them from the checkpoint. Under torchrun,
-    the first process logs, saves and evaluates.
+    Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
+    `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`. Under
+    torchrun, the first process logs, saves and evaluates.
     """
     check_args(args)
     envs = make_envs(args) if envs is None else envs
@@ -469,10 +467,7 @@ class Pendulums(nn.Module):
 
 
 class Playground:
-    """N environments of MuJoCo Playground, with what `Pendulums` has.
-
-    As in Playground's own training, each starts all its episodes in one state.
-    """
+    """N environments of MuJoCo Playground. As in its own training, each starts all its episodes in one state."""
 
     def __init__(self, args: Args):
         if not find_spec("mujoco_playground"):
@@ -694,9 +689,6 @@ def evaluate(path: str | Path, args: Args, envs: Any) -> np.ndarray:
     return returns.cpu().numpy()
 
 
-RUN_ONLY = "resume", "evaluate", "track", "capture_video", "device"  # never taken from a checkpoint
-
-
 def parse_args() -> Args:
     """The settings of the command line; with --resume or --evaluate, the others are the checkpoint's."""
     description = __doc__.partition("\n  [PPO]")[0]
@@ -705,7 +697,8 @@ def parse_args() -> Args:
         saved, _ = load_checkpoint(path)
         if ":" in saved.env_id and args.env_id != saved.env_id:
             raise ValueError(f"{path} imports a module; if you trust it, add --env-id {saved.env_id}")
-        default = replace(saved, **{name: getattr(Args, name) for name in RUN_ONLY})
+        of_this_run = "resume", "evaluate", "track", "capture_video", "device"
+        default = replace(saved, **{name: getattr(Args, name) for name in of_this_run})
         args = tyro.cli(Args, description=description, default=default)
     elif args.env_id != Args.env_id:
         args = tyro.cli(Args, description=description, default=OTHERS)
