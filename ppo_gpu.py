@@ -467,7 +467,7 @@ class Pendulums(nn.Module):
 
 
 class Playground:
-    """N environments of MuJoCo Playground. As in its own training, each starts all its episodes in one state."""
+    """N environments of MuJoCo Playground. As in its training, each starts all episodes in one state."""
 
     def __init__(self, args: Args):
         if not find_spec("mujoco_playground"):
