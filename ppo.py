@@ -65,7 +65,7 @@ class Args:  # the trailing comments become --help
     evaluate: str | None = None  # only evaluate this checkpoint, greedily
     eval_episodes: int = 10  # episodes of an evaluation
     capture_video: bool = False  # record the evaluation in the run folder (needs moviepy)
-    track: bool = False  # mirror TensorBoard to Weights & Biases (needs wandb)
+    track: bool = False  # mirror TensorBoard to Weights & Biases, to its WANDB_PROJECT (needs wandb)
     device: str = "cpu"  # cpu, cuda or mps; small networks are fastest on the CPU
 
     # Environment
@@ -413,7 +413,7 @@ def adjust_coefficients(state: State, args: Args) -> None:
 
 
 def train(args: Args) -> dict:
-    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is stopped, the last minute is lost.
+    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is stopped, at most a minute is lost.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
     `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`.
@@ -464,9 +464,9 @@ def check_args(args: Args) -> None:
     sizes = size, args.num_minibatches, args.update_epochs, args.hidden_size, args.eval_episodes
     devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     for wrong, reason in [
-        (min(sizes) < 1 or args.seed < 0, "sizes must be positive, and --seed not negative"),
+        (min(*sizes, args.total_timesteps) < 1 or args.seed < 0, "sizes must be positive, --seed at least 0"),
         (4 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 4} for this rollout"),
-        (args.adapt == "kl-coef" and args.surrogate == "clip", "--adapt kl-coef needs a KL penalty"),
+        (args.adapt == "kl-coef" and args.surrogate == "clip", "kl-coef needs --surrogate kl-penalty"),
         (args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy"),
         (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
         (not devices.get(args.device.split(":")[0]), f"--device {args.device} is not there; use cpu"),
@@ -481,7 +481,7 @@ def check_args(args: Args) -> None:
     env.close()
     actions = env.action_space
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
-        raise ValueError(f"{actions} needs ppo_continuous.py if it is a Box, else see docs/recipes.md")
+        raise ValueError(f"{args.env_id} has {actions}: see ppo_continuous.py (Box) or docs/recipes.md")
     if path := args.resume or args.evaluate:
         try:
             load_policy(path, env)

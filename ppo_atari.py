@@ -53,7 +53,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from gymnasium.vector import VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import Tensor, nn
 from torch.optim import Adam
 from torch.utils.tensorboard import SummaryWriter
@@ -67,7 +67,7 @@ class Args:  # the trailing comments become --help
     evaluate: str | None = None  # only evaluate this checkpoint, greedily
     eval_episodes: int = 10  # games of an evaluation
     capture_video: bool = False  # record a game of the evaluation, as the agent sees it (needs moviepy)
-    track: bool = False  # mirror TensorBoard to Weights & Biases (needs wandb)
+    track: bool = False  # mirror TensorBoard to Weights & Biases, to its WANDB_PROJECT (needs wandb)
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda or mps
     num_threads: int = torch.get_num_threads()  # CPU threads of PyTorch, and of the games
     bfloat16: bool = False  # compute products in bfloat16: faster on some CPUs, far slower on others
@@ -241,8 +241,7 @@ class Rollout:
 
     When step t ends an episode, that is a game or a life, obs[t+1] is its last state, so the value there is
     row t+1 of the values. Step t+1 then ignores its action: it resets the game and returns a reward of 0
-    (AutoresetMode.NEXT_STEP of Gymnasium), or presses FIRE after a lost life. It is a filler row: not valid,
-    and not learnt from.
+    (AutoresetMode.NEXT_STEP of Gymnasium), or presses FIRE after a lost life: a filler row, not learnt from.
 
         step   t       t+1     t+2
         obs    s       last s  first s of the next episode
@@ -315,7 +314,7 @@ def distance_moved(agent: Agent, batch: Batch) -> float:
 
 
 def update(agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, args: Args, state: State) -> dict:
-    """K epochs of gradient steps on shuffled minibatches. Returns mean metrics; "kl" is of the last one."""
+    """K epochs of gradient steps, by `compute_gradients`. Returns mean metrics; "kl" is of the last one."""
     valid = batch.weights > 0
     errors, returns = (batch.returns - batch.old_values)[valid], batch.returns[valid]
     metrics = {
@@ -371,7 +370,7 @@ def recorded(function: Callable, *examples: Tensor) -> Callable:
 
 
 def train(args: Args) -> dict:
-    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is stopped, the last minute is lost.
+    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is stopped, at most a minute is lost.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
     `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`.
@@ -383,6 +382,8 @@ def train(args: Args) -> dict:
         libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
         libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
     envs = make_envs(args, args.num_envs)
+    if envs.metadata.get("autoreset_mode") is not AutoresetMode.NEXT_STEP:
+        raise ValueError("the environments must reset in the next step: see Rollout")
     env_seed = seed_everything(args.seed)
     num_actions = int(envs.single_action_space.n)
     agent = Agent(args, num_actions).to(args.device)
@@ -428,7 +429,7 @@ def check_args(args: Args) -> None:
     sizes = size, args.num_minibatches, args.update_epochs, args.num_threads, args.eval_episodes
     devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     for wrong, reason in [
-        (min(sizes) < 1 or args.seed < 0, "sizes must be positive, and --seed not negative"),
+        (min(*sizes, args.total_timesteps) < 1 or args.seed < 0, "sizes must be positive, --seed at least 0"),
         (size % max(args.num_minibatches, 1), f"--num-minibatches must divide the {size} steps of a rollout"),
         (args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy"),
         (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),

@@ -67,7 +67,7 @@ class Args:  # the trailing comments become --help
     evaluate: str | None = None  # only evaluate this checkpoint, greedily
     eval_episodes: int = 10  # episodes of an evaluation
     capture_video: bool = False  # record the evaluation in the run folder (needs moviepy)
-    track: bool = False  # mirror TensorBoard to Weights & Biases (needs wandb)
+    track: bool = False  # mirror TensorBoard to Weights & Biases, to its WANDB_PROJECT (needs wandb)
     device: str = "cpu"  # cpu, cuda or mps; small networks are fastest on the CPU
     compile: bool = False  # compile the gradient step: 1.6 times as fast, after some 25 s (PyTorch >= 2.13)
 
@@ -218,6 +218,7 @@ class Batch(NamedTuple):
     obs: Tensor  # [B, D], normalised
     actions: Tensor  # [B, A]
     old_policy: Tensor  # [B, 2A], π_old(·|s) as means and log standard deviations
+    old_values: Tensor  # [B], V_old(s)
     advantages: Tensor  # [B]
     returns: Tensor  # [B]
 
@@ -353,7 +354,7 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args) -> Batch:
     obs, rewards = rollout.normalised_obs, rollout.scaled_rewards
     values = agent.value(obs)
     advantages, returns = compute_gae(rewards, values, terminated, truncated, args.gamma, args.gae_lambda)
-    columns = obs[:-1], actions, rollout.policies, advantages, returns
+    columns = obs[:-1], actions, rollout.policies, values[:-1], advantages, returns
     return Batch(*(column[valid] for column in columns))
 
 
@@ -368,8 +369,8 @@ def compute_gradients(agent: Agent, minibatch: Batch, args: Args, state: State) 
 def update(
     agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, rollout: Rollout, args: Args, state: State
 ) -> dict[str, float]:
-    """K epochs of gradient steps on shuffled minibatches. Returns mean metrics."""
-    errors = batch.advantages  # returns - V_old(s)
+    """K epochs of gradient steps on shuffled minibatches, by `compute_gradients`. Returns mean metrics."""
+    errors = batch.returns - batch.old_values
     metrics = {
         "charts/learning_rate": state.learning_rate,
         "charts/kl_coef": state.kl_coef,
@@ -392,7 +393,7 @@ def update(
         metrics[name] = torch.stack([each[name] for each in steps]).mean().item()
     metrics["first_approx_kl"] = steps[0]["approx_kl"].item()  # before the first step: 0, up to rounding
     metrics["kl"] = kl_divergence(batch.old_policy, agent.policy(batch.obs)).mean().item()
-    metrics["std"] = agent.log_std.exp().mean().item()
+    metrics["std"] = agent.policy(batch.obs).chunk(2, -1)[1].exp().mean().item()
     return metrics
 
 
@@ -417,7 +418,7 @@ def adjust_coefficients(state: State, args: Args) -> None:
 
 
 def train(args: Args) -> dict:
-    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is stopped, the last minute is lost.
+    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is stopped, at most a minute is lost.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
     `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`.
@@ -484,10 +485,10 @@ def check_args(args: Args) -> None:
     sizes = size, args.num_minibatches, args.update_epochs, args.hidden_size, args.eval_episodes
     devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     for wrong, reason in [
-        (min(sizes) < 1 or args.seed < 0, "sizes must be positive, and --seed not negative"),
+        (min(*sizes, args.total_timesteps) < 1 or args.seed < 0, "sizes must be positive, --seed at least 0"),
         (4 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 4} for this rollout"),
         (size * (1 + args.norm_obs) > args.total_timesteps, "--total-timesteps must be two rollouts or more"),
-        (args.adapt == "kl-coef" and args.surrogate == "clip", "--adapt kl-coef needs a KL penalty"),
+        (args.adapt == "kl-coef" and args.surrogate == "clip", "kl-coef needs --surrogate kl-penalty"),
         (args.compile and torch.__version__ < "2.13", "--compile needs PyTorch 2.13"),
         (args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy"),
         (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
@@ -502,7 +503,7 @@ def check_args(args: Args) -> None:
     env.close()
     actions = env.action_space
     if not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1:
-        raise ValueError(f"{actions} needs ppo.py if it is Discrete, else see docs/recipes.md")
+        raise ValueError(f"{args.env_id} has {actions}: see ppo.py (Discrete) or docs/recipes.md")
     if path := args.resume or args.evaluate:
         try:
             load_policy(path, env)
@@ -574,7 +575,7 @@ ADVICE = [  # iterations in a row; condition on the metrics; what to do
     (10, lambda m: m["gain"] < (0.5 if m["progress"] > 0.5 else -0.5),
      "the return is lower or hardly higher than at first: see docs/metrics.md, The return does not rise"),
     (10, lambda m: m["std"] > 3,
-     "a standard deviation > 3, where 1 is half of an action's range: lower --ent-coef or --learning-rate"),
+     "mean standard deviation > 3 (1 is half of an action's range): lower --ent-coef or --learning-rate"),
 ]  # fmt: skip
 
 

@@ -63,7 +63,7 @@ class Args:  # the trailing comments become --help
     resume: str | None = None  # resume from this checkpoint; flags override its settings
     evaluate: str | None = None  # only evaluate this checkpoint, greedily
     capture_video: bool = False  # record an episode of the evaluation in the run folder (needs moviepy)
-    track: bool = False  # mirror TensorBoard to Weights & Biases (needs wandb)
+    track: bool = False  # mirror TensorBoard to Weights & Biases, to its WANDB_PROJECT (needs wandb)
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda or mps
     cuda_graphs: bool = True  # record CUDA graphs; switch it off to debug, or if a change cannot be recorded
 

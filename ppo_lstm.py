@@ -65,7 +65,7 @@ class Args:  # the trailing comments become --help
     evaluate: str | None = None  # only evaluate this checkpoint, greedily
     eval_episodes: int = 10  # episodes of an evaluation
     capture_video: bool = False  # record the evaluation in the run folder (needs moviepy)
-    track: bool = False  # mirror TensorBoard to Weights & Biases (needs wandb)
+    track: bool = False  # mirror TensorBoard to Weights & Biases, to its WANDB_PROJECT (needs wandb)
     device: str = "cpu"  # cpu, cuda or mps; small networks are fastest on the CPU
 
     # Environment
@@ -248,6 +248,7 @@ class Batch(NamedTuple):
     memory: Tensor  # [M, N, H], the memory before the first row
     actions: Tensor  # [T, N]
     old_policy: Tensor  # [T, N, A], π_old(·|h) as log-probabilities
+    old_values: Tensor  # [T, N], V_old(h)
     advantages: Tensor  # [T, N]
     returns: Tensor  # [T, N]
     weights: Tensor  # [T, N], 1 for a transition, 0 for a filler row
@@ -386,7 +387,7 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args) -> Batch:
     advantages, returns = compute_gae(rewards, values, terminated, truncated, args.gamma, args.gae_lambda)
     obs = agent.normalize(raw_obs)
     agent.obs_moments.update(raw_obs[valid])  # only now: acting and learning use the same statistics
-    old = rollout.memory[0], actions, rollout.policies
+    old = rollout.memory[0], actions, rollout.policies, values[:-1]
     return Batch(obs, starts, *old, advantages, returns, valid.float())
 
 
@@ -400,7 +401,7 @@ def distance_moved(agent: Agent, batch: Batch) -> float:
 def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, state: State) -> dict[str, float]:
     """K epochs of gradient steps on minibatches of whole environments. Returns mean metrics."""
     valid = batch.weights > 0
-    errors, returns = batch.advantages[valid], batch.returns[valid]  # errors are returns - V_old(h)
+    errors, returns = (batch.returns - batch.old_values)[valid], batch.returns[valid]
     metrics = {
         "charts/learning_rate": state.learning_rate,
         "explained_variance": 1 - (errors.var(correction=0) / returns.var(correction=0)).item(),
@@ -426,7 +427,7 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, state: State
 
 
 def train(args: Args) -> dict:
-    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is stopped, the last minute is lost.
+    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is stopped, at most a minute is lost.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
     `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`.
@@ -477,7 +478,7 @@ def check_args(args: Args) -> None:
     sizes = size, args.num_minibatches, args.update_epochs, args.hidden_size, args.eval_episodes
     devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     for wrong, reason in [
-        (min(sizes) < 1 or args.seed < 0, "sizes must be positive, and --seed not negative"),
+        (min(*sizes, args.total_timesteps) < 1 or args.seed < 0, "sizes must be positive, --seed at least 0"),
         (args.num_minibatches > args.num_envs, "--num-minibatches must be at most --num-envs"),
         (args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy"),
         (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
@@ -493,7 +494,7 @@ def check_args(args: Args) -> None:
     env.close()
     actions = env.action_space
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
-        raise ValueError(f"{actions} needs ppo_continuous.py if it is a Box, else see docs/recipes.md")
+        raise ValueError(f"{args.env_id} has {actions}: see ppo_continuous.py (Box) or docs/recipes.md")
     if path := args.resume or args.evaluate:
         try:
             load_policy(path, env)
@@ -613,8 +614,7 @@ def restore(path: str, agent: Agent, optimizer: Adam, state: State) -> None:
 def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable:
     """A trained policy with its memory, as a function `act(obs, start)` to the most likely actions.
 
-    It takes the environment's observations one after another. `start` is true for the first of an episode:
-    it resets the memory. If the space is a `Box`, it also takes a batch of observations, with start [N].
+    `start` is true for an episode's first observation. If the space is a `Box`, both may have N rows.
     """
     args, content = load_checkpoint(path, device)
     space, num_actions = env.observation_space, int(env.action_space.n)

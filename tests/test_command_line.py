@@ -34,15 +34,15 @@ REFUSALS = {  # words of the command, and what the refusal must say
     "--seed -1": "--seed",
     "--device gpu": "use cpu",
     "--track": "pip install wandb",
-    "--adapt kl-coef": "needs a KL penalty",
+    "--adapt kl-coef": "needs --surrogate kl-penalty",
     "--resume none.pt": "none.pt",
     "--evaluate none.pt": "none.pt",
     "--evaluate .": "directory",
     f"--resume {__file__}": "not a checkpoint",
     "--env-id ALE/Pong-v5": "use ppo_atari.py",
     "--env-id BreakoutNoFrameskip-v4": "use ppo_atari.py",
-    "--env-id user_envs:Pairs-v0": "else see docs/recipes.md",
-    "--env-id user_envs:FromOne-v0": "see docs/recipes.md",
+    "--env-id user_envs:Pairs-v0": "docs/recipes.md",
+    "--env-id user_envs:FromOne-v0": "docs/recipes.md",
     '--env-kwargs {"wings":2}': "unexpected keyword argument 'wings'",
     '--env-id user_envs:Probe-v0 --env-kwargs {"pays":"cue"} --capture-video': "'render_mode'",
     "--env-id CartPole-v9": "v1",
@@ -74,8 +74,8 @@ def test_refusals(words, tmp_path):
 @pytest.mark.parametrize(
     ("case", "words", "expected"),
     [
-        (CONTINUOUS, "--env-id CartPole-v1", "needs ppo.py"),
-        (CONTINUOUS, "--env-id user_envs:Pairs-v0", "see docs/recipes.md"),
+        (CONTINUOUS, "--env-id CartPole-v1", "see ppo.py"),
+        (CONTINUOUS, "--env-id user_envs:Pairs-v0", "docs/recipes.md"),
         (CONTINUOUS, "--total-timesteps 4095", "--total-timesteps must be two rollouts"),
         (ATARI, "--env-id CartPole-v1", "use ppo.py"),
         (ATARI, "--env-id NoSuchGame-v4", "NoSuchGame"),
@@ -98,7 +98,7 @@ def test_checkpoints_of_others_are_refused(flag, trained, tmp_path):
         words = [flag, path, "--env-id", "ALE/Pong-v5", "--total-timesteps", 2000]
         assert_refused(ATARI, tmp_path, words, "of another script")
     words = [flag, trained(DISCRETE).checkpoint, "--env-id", DISCRETE.walk]
-    assert_refused(CONTINUOUS, tmp_path, words, "needs ppo.py")
+    assert_refused(CONTINUOUS, tmp_path, words, "see ppo.py")
 
 
 def test_a_checkpoint_of_an_older_version_loads(trained, tmp_path):

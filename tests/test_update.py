@@ -32,8 +32,6 @@ from stable_baselines3.common.type_aliases import RolloutBufferSamples
 from torch import nn
 from torch.optim import SGD
 
-REFERENCE = "obs", "actions", "old_policy", "old_values", "advantages", "returns"
-
 
 def reference(case, agent, rollout, args):
     """The columns [B, ...] of a rollout's batch, computed in NumPy and float64."""
@@ -187,9 +185,8 @@ def test_update_matches_stable_baselines3(case, minibatches, changes):
     log_probs = case.distribution(policy).log_prob(actions)
     theirs = obs, actions.reshape(len(obs), -1), values, log_probs, advantages, returns
     batch = case.make_batch(agent, rollout, args)
-    for name in batch._fields:
-        wanted = columns[REFERENCE.index(name)]
-        np.testing.assert_allclose(float64(getattr(batch, name)), wanted, atol=1e-4, err_msg=name)
+    for name, column, wanted in zip(batch._fields, batch, columns, strict=True):
+        np.testing.assert_allclose(float64(column), wanted, atol=1e-4, err_msg=name)
     recorder, before = Recorder(case.script.ppo_loss), weights(agent)
     metrics = case.update(agent, batch, rollout, args, loss=recorder)
     minibatches = []
@@ -268,7 +265,7 @@ def test_target_kl_stops_the_epochs():
 @pytest.mark.parametrize("norm_rewards", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_recompute_advantages(norm_rewards, recompute):
-    """Each epoch but the first has advantages by the current critic, of the same rewards; all else is old."""
+    """Each epoch but the first has values and advantages of the current critic, of the same rewards."""
     settings = {"recompute_advantages": recompute, "norm_rewards": norm_rewards, "num_minibatches": 1}
     args = CONTINUOUS.make_args(learning_rate=1e-2, **settings)
     agent = CONTINUOUS.make_agent(args)
@@ -284,12 +281,10 @@ def test_recompute_advantages(norm_rewards, recompute):
         critic = copy.deepcopy(old)
         if recompute:
             critic.critic = recorder.agents[epoch].critic
-        expected = first[:4] + reference(CONTINUOUS, critic, data, args)[4:]
+        expected = first[:3] + reference(CONTINUOUS, critic, data, args)[3:]
         where = places(minibatch, batch)
-        for name in batch._fields:
-            whole = expected[REFERENCE.index(name)]
-            part = float64(getattr(minibatch, name))
-            np.testing.assert_allclose(part, whole[where], atol=2e-4, err_msg=f"{name}, {epoch}")
+        for name, part, whole in zip(batch._fields, minibatch, expected, strict=True):
+            np.testing.assert_allclose(float64(part), whole[where], atol=2e-4, err_msg=f"{name}, {epoch}")
         changes.append(np.abs(expected[5] - first[5]).max())
     assert (changes[1] > 0.01) == (changes[2] > changes[1]) == recompute
     assert len(changes) == 3
