@@ -12,7 +12,8 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import combinations_with_replacement, pairwise, product
+from functools import partial
+from itertools import combinations_with_replacement, product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -227,20 +228,18 @@ def test_grpo_loss_token_by_token(kl_in):
     assert expected[1:].all()
 
 
-@pytest.mark.parametrize("clip_vloss", [False, True])
-def test_ppo_loss_token_by_token(clip_vloss):
+def test_ppo_loss_token_by_token():
     """The loss and the metrics, one token after the other."""
-    args = rlhf.Args(clip_coef=0.3, clip_vloss=clip_vloss)
+    args = rlhf.Args(clip_coef=0.3)
     batch, models = random_batch(rlhf), new_models(rlhf)
     log_probs, values = rlhf.token_log_probs(models.actor, batch, 1.0), models.critic(batch)
     loss, metrics = rlhf.ppo_loss(models, batch, batch.mask.sum(), args)
     rows = []
     for i, t in batch.mask.nonzero().tolist():
         advantage, log_ratio = batch.advantages[i, t].item(), (log_probs - batch.log_probs)[i, t].item()
-        ratio, value, old = math.exp(log_ratio), values[i, t].item(), batch.values[i, t].item()
+        ratio = math.exp(log_ratio)
         policy_loss = -min(ratio * advantage, min(max(ratio, 0.7), 1.3) * advantage)
-        candidates = [value, old + min(max(value - old, -0.3), 0.3)][: 1 + clip_vloss]
-        value_loss = max((candidate - batch.returns[i, t].item()) ** 2 / 2 for candidate in candidates)
+        value_loss = (values[i, t].item() - batch.returns[i, t].item()) ** 2 / 2
         clips = ratio < 0.7 and advantage < 0, ratio > 1.3 and advantage > 0
         rows.append([policy_loss, value_loss, log_ratio**2 / 2, *clips])
     names = ["loss/policy_avg", "loss/value_avg", "policy/approxkl_avg"]
@@ -251,14 +250,14 @@ def test_ppo_loss_token_by_token(clip_vloss):
 
 @both
 def test_log_probs_and_their_gradient(script):
-    """Those of log_softmax, for more tokens than are computed at a time."""
+    """Those of log_softmax."""
     torch.manual_seed(0)
     tokens, weights = torch.randint(5, (3, 700)), torch.randn(3, 700)
     logits = (3 * torch.randn(3, 700, 5)).requires_grad_(True)
     log_policy = torch.log_softmax(logits / 0.6, 2)
     expected = log_policy.gather(2, tokens.unsqueeze(2)).squeeze(2)
     (gradient,) = torch.autograd.grad((weights * expected).sum(), logits)
-    log_probs = script.TokenLogProbs.apply(logits.clone(), tokens, 0.6)
+    log_probs = script.TokenLogProbs.apply(logits / 0.6, tokens.unsqueeze(2))
     torch.testing.assert_close(log_probs, expected)
     torch.testing.assert_close(torch.autograd.grad((weights * log_probs).sum(), logits)[0], gradient)
 
@@ -496,7 +495,7 @@ def test_collect(script, temperature):
         np.testing.assert_allclose(batch.advantages[batch.mask], whitened, atol=1e-4)
         np.testing.assert_allclose(batch.returns[batch.mask], returns, atol=1e-4)
         special = {
-            "objective/rlhf_reward": (scores - 0.25 * kl).mean(), "objective/kl_coef": 0.25,
+            "objective/rlhf_reward": (scores - 0.25 * kl).mean(),
             "val/explained_variance": 1 - np.var(advantages) / np.var(returns),
         }  # fmt: skip
     else:
@@ -879,17 +878,18 @@ def test_rewards_completions_and_evaluation(script, folder, tmp_path, monkeypatc
 
 
 @both
-def test_an_interrupted_run_resumes_bit_for_bit(script, folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [KeyboardInterrupt, LookupError])
+def test_an_interrupted_run_resumes_bit_for_bit(script, error, folder, tmp_path, monkeypatch):
     """Weights, optimizer, curves and completions are those of a run that was not interrupted."""
-    more = {"kl_target": 0.02} if script is rlhf else {}
-    args = real_args(script, folder, total_episodes=160, num_minibatches=2, **more)
-    for name, interrupt_at in (("whole", None), ("parts", 6)):  # 6: after 3 iterations, and 2 evaluations
-        shared.CALLS.clear()
-        monkeypatch.setattr(shared, "interrupt_at", interrupt_at)
-        done = command(script, tmp_path / name, *words(script, args))
-        assert done.status == 0, done.err
+    args = real_args(script, folder, total_episodes=160, num_minibatches=2)
+    monkeypatch.setattr(shared, "stopped_by", error)
+    shared.CALLS.clear()
+    command(script, tmp_path / "whole", *words(script, args))
+    shared.CALLS.clear()
+    monkeypatch.setattr(shared, "interrupt_at", 6)  # after 3 iterations, and 2 evaluations
+    with pytest.raises(error):
+        command(script, tmp_path / "parts", *words(script, args))
     whole, path = checkpoint_in(tmp_path / "whole"), checkpoint_in(tmp_path / "parts")
-    assert f"--resume {path.relative_to(tmp_path / 'parts')}" in done.out
     early = load(path)
     assert early["episodes"] == 96
     assert len(completions(path)) == 96
@@ -906,12 +906,6 @@ def test_an_interrupted_run_resumes_bit_for_bit(script, folder, tmp_path, monkey
             assert same(ours[name], theirs[name]), name
         assert curves(path.parent) == curves(whole.parent)
         assert completions(path) == completions(whole)
-    coefs = list(curves(path.parent).get("objective/kl_coef", {}).values())
-    kls = list(curves(path.parent)["objective/kl"].values())
-    for kl, (before, after) in zip(kls, pairwise(coefs), strict=False):
-        change = min(max(kl / 0.02 - 1, -0.2), 0.2)
-        assert after == pytest.approx(before * (1 + 0.1 * change), rel=1e-5)
-    assert script is grpo or len(set(coefs)) > 1
 
 
 @both
@@ -943,14 +937,14 @@ def untrained(script, where, **changes):
     models, task = script.make_reviews(args) if script is rlhf else script.make_sums(args)
     optimizer = torch.optim.Adam(shared.groups_of(script, models), fused=True)
     run = script.Run(args, models, optimizer, task, 0)
-    run.save()
+    run.save(0)
     return args
 
 
-@pytest.mark.parametrize(("script", "error"), [(rlhf, KeyboardInterrupt), (grpo, RuntimeError)])
-def test_an_interrupted_update_leaves_a_whole_iteration(script, error, tmp_path, monkeypatch):
-    """The checkpoint is the last iteration's; a resumed run ends as one that was not interrupted."""
-    more = {} if script is rlhf else {"kl_coef": 0.1}
+@both
+def test_an_interrupted_update_leaves_a_whole_iteration(script, tmp_path, monkeypatch):
+    """The checkpoint is that of the last evaluation; a resumed run ends as one that was not interrupted."""
+    more = {"eval_every": 1} if script is rlhf else {"eval_every": 1, "kl_coef": 0.1}
     whole, parts = (untrained(script, tmp_path / name, **more) for name in ("whole", "parts"))
     script.train(whole)
     take, calls = script.take, []
@@ -958,23 +952,17 @@ def test_an_interrupted_update_leaves_a_whole_iteration(script, error, tmp_path,
     def interrupting(batch, rows):
         calls.append(isinstance(batch, script.Batch))
         if sum(calls) == 7:  # of 4 in each iteration
-            raise error
+            raise KeyboardInterrupt
         return take(batch, rows)
 
     monkeypatch.setattr(script, "take", interrupting)
-    if error is KeyboardInterrupt:
+    with pytest.raises(KeyboardInterrupt):
         script.train(parts)
-    else:
-        with pytest.raises(RuntimeError) as raised:
-            script.train(parts)
-        assert f"--resume {parts.resume}" in raised.value.__notes__[0]
     assert load(parts.resume)["episodes"] == 32
     monkeypatch.setattr(script, "take", take)
     script.train(parts)
     for part in ("weights", "optimizer", "episodes"):
         assert same(load(whole.resume)[part], load(parts.resume)[part]), part
-    evaluation = curves(tmp_path / "parts/runs/built-in")["eval/gold" if script is rlhf else "eval/accuracy"]
-    assert list(evaluation) == [0, 96]
 
 
 def test_human_taste():
@@ -1113,7 +1101,7 @@ def test_torchrun(script, folder, tmp_path):
     command(script, tmp_path / "one", *words(script, args))
     (tmp_path / "two").mkdir()
     file = str(ROOT / f"{script.__name__}.py")
-    assert run_process(tmp_path / "two", *TORCHRUN, file, *words(script, args)).count("folder ") == 1
+    assert run_process(tmp_path / "two", *TORCHRUN, file, *words(script, args)).count("checkpoint ") == 1
     paths = [checkpoint_in(tmp_path / name) for name in ("one", "two")]
     assert load(paths[1])["episodes"] == load(paths[0])["episodes"]
     assert len(list(paths[1].parent.glob("events*"))) == 1
@@ -1177,8 +1165,11 @@ def test_a_device_is_never_mixed_with_another(script, tmp_path, monkeypatch):
     """The built-in task, and its evaluations, on a stand-in for a GPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    fit = script.fit
-    monkeypatch.setattr(script, "fit", lambda net, loss, _, rate, name: fit(net, loss, 2, rate, name))
+    if script is rlhf:
+        fit = script.fit
+        monkeypatch.setattr(script, "fit", lambda net, loss, _, rate, name: fit(net, loss, 2, rate, name))
+    else:
+        monkeypatch.setattr(script, "learn_to_write", partial(script.learn_to_write, steps=2))
 
     def reduce(x):  # as NCCL does
         assert x.device.type == "mps"
@@ -1204,13 +1195,6 @@ PROMPTS = [  # lines of a file of prompts, and what is said of them
     (['{"prompt": ""}'], "0 tokens"),
     (['{"prompt": "%s"}' % ("a" * 25)], "25 tokens"),
 ]
-FUNCTIONS = {  # reward functions
-    "nothing": "return None",
-    "columns": "return [[1.0] for _ in rows]",
-    "too_few": "return [1.0]",
-    "not_a_number": "return [float('nan') for _ in rows]",
-    "broken": "return [float(text) for text in responses]",
-}
 
 
 def refused(script, where, args, what, *more):
@@ -1234,12 +1218,12 @@ def test_wrong_prompts(lines, what, folder, tmp_path):
     assert len(grpo.load_task(args).prompts) == 1
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_wrong_reward_functions(name, folder, tmp_path, monkeypatch):
-    """They are tried before training, and named."""
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / f"judge_{name}.py").write_text(f"def f(rows, responses):\n    {FUNCTIONS[name]}\n")
-    refused(rlhf, tmp_path, real_args(rlhf, folder, reward_function=(f"judge_{name}:f",)), f"judge_{name}:f")
+@both
+@pytest.mark.parametrize("results", [None, [[1.0], [2.0]], [1.0], [1.0, math.nan]], ids=str)
+def test_wrong_reward_functions(script, results):
+    """They are named."""
+    with pytest.raises(ValueError, match="judge must return 2 finite numbers"):
+        script.call_reward("judge", lambda rows, texts: results, [{}, {}], ["a", "b"])
 
 
 @both
@@ -1258,16 +1242,20 @@ def test_wrong_files(script, folder, tmp_path):
 
 @both
 def test_wrong_checkpoints(script, tmp_path, capsys):
-    """The other script's, and one whose reward functions are not named again; a flag that is gone is fine."""
+    """The other script's, one of another version, and one whose reward functions are not named again."""
     other = untrained(grpo if script is rlhf else rlhf, tmp_path / "other").resume
     done = command(script, tmp_path, "--resume", other)
-    assert (done.status, "not a checkpoint of this script" in done.err) == (2, True)
+    assert (done.status, "not a checkpoint of this version" in done.err) == (2, True)
     own = untrained(script, tmp_path / "own").resume
     content = load(Path(own))
-    content["args"] |= {"reward_function": ("language_helpers:vowels",), "gone": 1}
+    content["args"]["reward_function"] = ("language_helpers:vowels",)
     torch.save(content, own)
     done = command(script, tmp_path, "--resume", own)
     assert (done.status, "--reward-function language_helpers:vowels" in done.err) == (2, True)
+    content["args"]["gone"] = 1
+    torch.save(content, own)
+    done = command(script, tmp_path, "--resume", own)
+    assert (done.status, "not a checkpoint of this version" in done.err) == (2, True)
 
 
 @both
@@ -1301,7 +1289,6 @@ def test_an_adapter_can_be_merged(script, folder, tmp_path, monkeypatch):
 WRONG = [
     (rlhf, {"num_minibatches": 3}, "--batch-size"),
     (rlhf, {"temperature": 0.0}, "--temperature"),
-    (rlhf, {"gae_lambda": 1.5}, "--gae-lambda"),
     (rlhf, {"model": "x", "prompts": "y"}, "--reward-model or --reward-function"),
     (rlhf, {"model": "x", "reward_model": "y"}, "--prompts"),
     (rlhf, {"prompts": "y"}, "--model"),
@@ -1309,8 +1296,8 @@ WRONG = [
     (grpo, {"group_size": 3}, "--batch-size"),
     (grpo, {"temperature": 0.0}, "--temperature"),
     (grpo, {"kl_in": "loss"}, "--kl-coef"),
-    (grpo, {"micro_batch_size": 0}, "at least 1"),
-    (grpo, {"learning_rate": -1.0}, "--learning-rate"),
+    (grpo, {"micro_batch_size": 0}, "sizes"),
+    (grpo, {"learning_rate": -1.0}, "negative"),
     (grpo, {"device": "gpu"}, "--device"),
     (grpo, {"max_response_length": 64}, "--max-response-length"),
     (grpo, {"resume": __file__}, "not a checkpoint"),
