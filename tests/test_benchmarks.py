@@ -277,7 +277,7 @@ def test_best_score_at_the_same_kl():
 
 def test_optimum_of_other_checkpoints(tmp_path):
     """Only those of ppo_rlhf.py on its reviews are accepted."""
-    for settings in ({"model": "gpt2", "missing_eos_penalty": 0.0}, {"model": None}):  # the second is of grpo.py
+    for settings in ({"model": "gpt2", "missing_eos_penalty": 0.0}, {"model": None}):  # or grpo.py
         torch.save({"args": settings}, tmp_path / "checkpoint.pt")
         with pytest.raises(ValueError, match="only these can be enumerated"):
             optimum.load(tmp_path / "checkpoint.pt")
