@@ -247,23 +247,25 @@ def generate(actor: nn.Module, task: Task, rows: list[dict], args: Args) -> tupl
 
 
 class TokenLogProbs(torch.autograd.Function):
-    """log π [B, S] of tokens [B, S, 1] from their logits [B, S, V], which are lost in the backward pass.
+    """log π [B, S] of tokens [B, S, 1] from their logits [B, S, V], which are divided by the temperature.
 
-    For large vocabularies, logits take most of the memory. Softmax is computed for one response at a time,
-    and the gradient, 1(v = token) - π(v), takes the place of the logits.
+    For large vocabularies, logits take most of the memory. They are there once: softmax is computed for one
+    response at a time, and in the backward pass their gradient, 1(v = token) - π(v), takes their place.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, tokens: Tensor) -> Tensor:
-        log_z = torch.stack([row.logsumexp(1, keepdim=True) for row in logits])
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        log_z = torch.stack([(row / temperature).logsumexp(1, keepdim=True) for row in logits])
         ctx.save_for_backward(logits, tokens, log_z)
-        return (logits.gather(2, tokens) - log_z).squeeze(2)
+        ctx.temperature = temperature
+        return (logits.gather(2, tokens) / temperature - log_z).squeeze(2)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         logits, tokens, log_z = ctx.saved_tensors
-        policy, gradient = logits.sub_(log_z).exp_(), gradient.unsqueeze(2)
-        return policy.mul_(-gradient).scatter_add_(2, tokens, gradient), None
+        policy = logits.div_(ctx.temperature).sub_(log_z).exp_()
+        gradient = gradient.unsqueeze(2) / ctx.temperature
+        return policy.mul_(-gradient).scatter_add_(2, tokens, gradient), None, None
 
 
 def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> Tensor:
@@ -275,9 +277,9 @@ def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: flo
     attention = torch.cat([batch.prompt_mask, batch.mask], 1)
     length = batch.mask.shape[1]
     output = model(**model_inputs(tokens, attention), logits_to_keep=length + 1)
-    logits = output.logits.float().div_(temperature)  # of the last tokens, or of all; a slice takes memory
+    logits = output.logits.float()  # of the last tokens, or of all; not sliced, which would take memory
     following = F.pad(tokens[:, 1:], (0, 1))[:, -logits.shape[1] :].unsqueeze(2)
-    return TokenLogProbs.apply(logits, following)[:, -length - 1 : -1]
+    return TokenLogProbs.apply(logits, following, temperature)[:, -length - 1 : -1]
 
 
 @torch.no_grad()
