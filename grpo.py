@@ -41,7 +41,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import pickle
 import pkgutil
 import random
 import re
@@ -52,7 +51,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -153,16 +151,12 @@ class GPT(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, input_ids, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep=0):
-        """Outputs for input_ids [B, T], the last T of S tokens; attention_mask is [B, S].
-
-        They are hidden states [B, T, W], and logits [B, `logits_to_keep`, V] at the last tokens (0: at all).
-        """
+        """Hidden states [B, T, W] of input_ids, the last T of S tokens, and the last logits (0: all)."""
         new, total = input_ids.shape[1], attention_mask.shape[1]
         causal = torch.ones(new, total, dtype=torch.bool, device=input_ids.device).tril(total - new)
         visible = attention_mask[:, None, None, :] & causal
         hidden, cache = self.tokens(input_ids) + self.positions(position_ids), []
-        for i, block in enumerate(self.blocks):
-            past = past_key_values[i] if past_key_values else None
+        for block, past in zip(self.blocks, past_key_values or [None] * len(self.blocks), strict=True):
             hidden, keys_values = block(hidden, visible, past)
             cache.append(keys_values)
         hidden = self.norm(hidden)
@@ -207,11 +201,8 @@ def take(batch: Any, rows: Tensor) -> Any:
 
 
 def model_inputs(tokens: Tensor, attention: Tensor, past: Any = None, use_cache: bool = False) -> dict:
-    """Arguments for a model: tokens [B, T], the last T of S, and a mask [B, S] of what is not padding.
-
-    Positions do not count padding. `past` are the keys and values of all tokens but the last T.
-    """
-    positions = (attention.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+    """Arguments for a model: tokens [B, T], the last T of S, and a mask [B, S] of what is not padding."""
+    positions = (attention.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]  # without padding
     inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions}
     return inputs | {"past_key_values": past, "use_cache": use_cache}
 
@@ -269,10 +260,7 @@ class TokenLogProbs(torch.autograd.Function):
 
 
 def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> Tensor:
-    """log π [B, L] of the responses' tokens.
-
-    Logits are divided by the temperature, because the policy that acts is the one with this temperature.
-    """
+    """log π [B, L] of the responses' tokens, where π is the policy that acts, with its temperature."""
     tokens = torch.cat([batch.prompts, batch.responses], 1)
     attention = torch.cat([batch.prompt_mask, batch.mask], 1)
     length = batch.mask.shape[1]
@@ -335,11 +323,9 @@ def group_advantages(scores: Tensor, kl: Tensor, args: Args) -> Tensor:
 
     Without scaling, the expected gradient is (1 - 1/G) ∇J for J = E[s] - β KL(π ‖ π_ref), because r_i is part
     of its own baseline; the leave-one-out baseline of [RLOO] gives G/(G - 1) times these advantages. Scaling
-    gives too easy and too hard prompts, whose scores are nearly all the same, as much weight as others
-    ([Dr. GRPO], §3.1). The deviation is that of s, or of r if it is larger. It divides the KL, too: so it
-    rescales each prompt's step, and leaves J's optimum, where r is the same for all responses to a prompt. If
-    it divided the scores only, the KL would count for ever less as scores become alike. Groups of equal
-    scores are not scaled, or their KLs alone would make advantages of full size.
+    gives too easy and too hard prompts as much weight as others ([Dr. GRPO], §3.1). The deviation is that of
+    s, or of r if it is larger. It divides the KL, too, and so leaves J's optimum, where r is the same for all
+    responses to a prompt. Groups of equal scores are not scaled, or their KLs alone would be.
     """
     rewards = scores - args.kl_coef * kl if args.kl_in == "reward" else scores
     scores, rewards = scores.view(-1, args.group_size), rewards.view(-1, args.group_size)
@@ -359,10 +345,9 @@ def loss_weights(mask: Tensor, num_tokens: Tensor, args: Args) -> Tensor:
         constant        1/(B L) Σ_it loss_it          [Dr. GRPO], §3.2; here, L is --max-response-length
 
     |o_i| is the number of tokens of response i. B and `num_tokens` = Σ_i |o_i| are of the whole minibatch,
-    over all micro-batches and processes; the mask may be of a part. The gradient of E[r] is the mean of
-    A_i Σ_t ∇log π over the responses: the constant gives it, divided by L. The mean over a sequence divides
-    by the length, which the gradient does not: among right answers it favours the short, among wrong ones it
-    spares the long, so that wrong answers grow ([Dr. GRPO], §3.1). The mean over tokens has the constant's
+    over all micro-batches and processes; the mask may be of a part. The constant gives the gradient of E[r],
+    divided by L. The mean over a sequence divides by its length, too: among right answers it favours the
+    short, among wrong ones it spares the long ([Dr. GRPO], §3.1). The mean over tokens has the constant's
     direction, but minibatches of short responses weigh more.
     """
     num_responses = args.batch_size // args.num_minibatches
@@ -409,12 +394,10 @@ def grpo_loss(log_probs: Tensor, batch: Batch, num_tokens: Tensor, args: Args) -
         losses = losses + args.kl_coef * (log_x.exp() - 1 - log_x)
     loss = (losses * loss_weights(batch.mask, num_tokens, args)).sum()
     with torch.no_grad():
-        low = (ratio < 1 - args.clip_coef) & (advantages < 0) & batch.mask
-        high = (ratio > 1 + args.clip_coef_high) & (advantages > 0) & batch.mask
+        no_gradient = (ratio * advantages > clipped * advantages) & batch.mask
         return loss, {
             "loss/policy_avg": loss,
-            "clip_ratio/low_mean": low.sum() / num_tokens,
-            "clip_ratio/high_mean": high.sum() / num_tokens,
+            "policy/clipfrac_avg": no_gradient.sum() / num_tokens,
             "policy/approxkl_avg": 0.5 * log_ratio.square().sum() / num_tokens,
         }
 
@@ -451,7 +434,6 @@ def collect(models: Models, task: Task, args: Args) -> tuple[Batch, dict, dict]:
     if models.reference is not None:
         means["objective/kl"] = kl  # in nats per response
     metrics = {name: mean(values) for name, values in means.items()} | {
-        "reward_std": mean((scores - mean(scores)).square()) ** 0.5,
         "entropy": -masked_mean(log_probs, mask).item(),  # an estimate, in nats per token
     }
     samples = {"response": texts, "row": rows, "reward": scores.tolist()}
@@ -462,8 +444,7 @@ def collect(models: Models, task: Task, args: Args) -> tuple[Batch, dict, dict]:
 def update(actor: nn.Module, optimizer: Adam, batch: Batch, args: Args) -> dict[str, float]:
     """Learn from a batch: μ epochs of gradient steps on shuffled minibatches. Returns the mean metrics.
 
-    A minibatch's gradient is summed over micro-batches and processes, with the weights of the whole
-    minibatch: their number does not matter.
+    A minibatch's gradient is the sum of those of its micro-batches, over all processes.
     """
     parameters = optimizer.param_groups[0]["params"]
     sums: dict[str, Tensor] = {}  # of metrics, still as tensors: reading them would wait for the GPU
@@ -491,17 +472,14 @@ def update(actor: nn.Module, optimizer: Adam, batch: Batch, args: Args) -> dict[
 
 
 def train(args: Args, task: Task | None = None) -> Path:
-    """GRPO ([GRPO], Algorithm 1 with I = 1: the reference stays as it is). Returns the checkpoint's path.
-
-    With --model, the task is what `load_task` returns. Raises `ValueError` for invalid settings.
-    """
+    """GRPO ([GRPO], Algorithm 1 with I = 1: the reference stays as it is). Returns the checkpoint's path."""
     check_args(args)
     if args.device == "cuda":  # each process has a GPU
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     torch.manual_seed(args.seed)
     models, task = load_pretrained(args, task or load_task(args)) if args.model else make_sums(args)
     optimizer = Adam([p for p in models.parameters() if p.requires_grad], fused=True)
-    connect(models)
+    connect(models, args)  # after Adam is made: what it imports would keep the connection open at exit
     episodes = restore(args.resume, models, optimizer) if args.resume else 0
     run = Run(args, models, optimizer, task, episodes)
     while episodes < args.total_episodes:
@@ -590,16 +568,12 @@ def autocast(args: Args) -> torch.autocast:
     return torch.autocast(args.device.partition(":")[0], torch.bfloat16, enabled=args.bfloat16)
 
 
-def connect(models: Models) -> None:
-    """Connect the processes that torchrun started: all start with the same weights.
-
-    Only after Adam is made: what it imports would keep the connection open at exit.
-    """
+def connect(models: Models, args: Args) -> None:
+    """Connect the processes that torchrun started, and give all of them the weights of the first."""
     models.eval()  # no dropout: with it, the first ratio would not be 1
     if PROCESSES > 1:
-        tensors = models.state_dict().values()
-        dist.init_process_group("nccl" if any(tensor.is_cuda for tensor in tensors) else "gloo")
-        for tensor in tensors:
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        for tensor in models.state_dict().values():
             dist.broadcast(tensor, 0)
 
 
@@ -644,11 +618,10 @@ def make_sums(args: Args) -> tuple[Models, Task]:
         for b in range(a, 100):  # a + b and b + a are on the same side
             rows = task.eval_prompts if rng.random() < 0.06 else task.prompts
             for x, y in {(a, b), (b, a)}:
-                rows.append(
-                    {"prompt": f"{spell(x)} plus {spell(y)} =", "answer": spell(x + y), "a": x, "b": y}
-                )
+                prompt = f"{spell(x)} plus {spell(y)} ="
+                rows.append({"prompt": prompt, "answer": spell(x + y), "a": x, "b": y})
     if not args.resume:
-        learn_to_write(actor, task, write_sum, 5e-3, args)
+        learn_to_write(actor, task, args)
     return Models(actor, copy.deepcopy(actor).requires_grad_(False) if args.kl_coef else None), task
 
 
@@ -675,24 +648,21 @@ def write_sum(rng: random.Random, row: dict) -> str:
     return f"{ones_line} , {tens_line} , so {spell(total)}"
 
 
-def accuracy(rows: list[dict], responses: list[str]) -> list[float]:
+def accuracy(rows: list[dict], texts: list[str]) -> list[float]:
     """Rewards: 1 for a response that ends with the right sum, else 0."""
-    pairs = zip(rows, responses, strict=True)
-    return [float(response.endswith(f", so {row['answer']}")) for row, response in pairs]
+    return [float(text.endswith(f", so {row['answer']}")) for row, text in zip(rows, texts, strict=True)]
 
 
-def learn_to_write(
-    actor: GPT, task: Task, write: Callable, learning_rate: float, args: Args, steps: int = 600
-) -> None:
-    """Supervised learning of responses that `write` gives to random prompts."""
+def learn_to_write(actor: GPT, task: Task, args: Args, steps: int = 600) -> None:
+    """Supervised learning of answers to random prompts."""
     rng = random.Random(args.seed)
     optimizer = Adam(actor.parameters(), fused=True)
     for step in range(steps):
         rows = rng.choices(task.prompts, k=128)
-        batch = tokenize(task, rows, [write(rng, row) for row in rows], args)
+        batch = tokenize(task, rows, [write_sum(rng, row) for row in rows], args)
         log_probs = token_log_probs(actor, batch, temperature=1.0)
         loss = -(log_probs * batch.mask).sum() / batch.mask.sum()
-        optimizer.param_groups[0]["lr"] = learning_rate * min((step + 1) / 40, 1 - step / steps)
+        optimizer.param_groups[0]["lr"] = 5e-3 * min((step + 1) / 40, 1 - step / steps)
         optimizer.zero_grad()
         loss.backward()
         clip_grad_norm_(actor.parameters(), 1.0)
@@ -701,10 +671,7 @@ def learn_to_write(
 
 
 def load_task(args: Args) -> Task:
-    """The tokenizer, the prompts and the reward functions that the flags name, but no stop tokens yet.
-
-    Raises `ValueError` for prompts that cannot be right.
-    """
+    """The task that the flags name, still without stop tokens. Raises `ValueError` for wrong prompts."""
     from transformers import AutoConfig, AutoTokenizer
 
     functions = {name: pkgutil.resolve_name(name) for name in args.reward_function}
@@ -725,6 +692,8 @@ def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
     """The model that --model names, and the task with its stop tokens."""
     from transformers import AutoModelForCausalLM
 
+    for reward_name, function in task.reward_functions.items():  # tried before anything is loaded
+        call_reward(reward_name, function, task.prompts[:1] * 2, ["", ""])
     folder = Path(args.model or "").resolve()  # adapters name it, wherever they are loaded
     name = str(folder) if folder.exists() else args.model
     frozen = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).requires_grad_(False)
@@ -772,9 +741,9 @@ def make_trainable(frozen: nn.Module, args: Args, task_type: str | None = None) 
 
 
 def use_bfloat16(trained: Any, frozen: Any) -> None:
-    """Round frozen matrices to bfloat16, as autocast would; last layers, which give logits, are in float32.
+    """Round frozen matrices to bfloat16 as autocast does, so that a network and its frozen copy are equal.
 
-    So a network and its frozen copy have the same outputs. Embeddings and norms are not rounded by autocast.
+    Last layers, which give logits, compute in float32: in bfloat16, numbers from 16 to 32 are 1/8 apart.
     """
     heads = [network.get_output_embeddings() for network in (trained, frozen)]
     for module in frozen.modules():
@@ -785,7 +754,7 @@ def use_bfloat16(trained: Any, frozen: Any) -> None:
 
 
 def without_autocast(forward: Callable, hidden: Tensor) -> Tensor:
-    """Call a layer in float32. In bfloat16, numbers from 16 to 32 would be 1/8 apart."""
+    """Call a layer in float32."""
     with torch.autocast(hidden.device.type, enabled=False):
         return forward(hidden.float())
 
@@ -812,7 +781,7 @@ class Run:
             wandb.init(name=folder.name, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
         stop_tokens = [task.tokenizer.decode([token]) for token in task.stop_tokens] or "none"
         print(f"{args.total_episodes:,.0f} responses, seed {args.seed}, stop tokens: {stop_tokens}")
-        print(f"checkpoint {self.path}", flush=True)
+        print(f"checkpoint {self.path}, curves: tensorboard --logdir runs", flush=True)
         self.writer = SummaryWriter(str(folder), purge_step=episodes)
         rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
@@ -862,7 +831,6 @@ class Run:
         """Close the log and the connections of processes."""
         if RANK == 0:
             self.writer.close()
-            print("curves     tensorboard --logdir runs", flush=True)
         if PROCESSES > 1:
             dist.destroy_process_group()
 
@@ -872,8 +840,8 @@ def load_checkpoint(path: str) -> tuple[Args, dict]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         return Args(**content["args"]), content
-    except (pickle.UnpicklingError, EOFError, RuntimeError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is not a checkpoint of this version of this script") from error
+    except Exception as error:
+        raise ValueError(f"{path} is not a checkpoint of this version of this script: {error!r}") from error
 
 
 def restore(path: str, models: Models, optimizer: Adam) -> int:
@@ -886,24 +854,19 @@ def restore(path: str, models: Models, optimizer: Adam) -> int:
 
 def check_args(args: Args) -> None:
     """Raise `ValueError` for invalid settings."""
-    sizes: list[float] = [args.batch_size, args.update_epochs, args.num_minibatches, args.eval_every]
-    sizes += [args.micro_batch_size, args.generation_batch_size, args.max_response_length]
-    devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     batches = args.group_size * PROCESSES, args.num_minibatches * PROCESSES
     for wrong, reason in [
-        (min(sizes) < 1 or args.temperature <= 0 or min(args.seed, args.learning_rate, args.kl_coef) < 0,
-         "numbers must not be negative, and neither sizes nor --temperature 0"),
+        (args.temperature <= 0 or min(args.learning_rate, args.kl_coef) < 0,
+         "--temperature must be above 0, and --learning-rate and --kl-coef not below"),
         (args.group_size < 2 or any(args.batch_size % number for number in batches),
          "--batch-size must be a multiple of --group-size (2 or more) and --num-minibatches, x processes"),
         (args.kl_in == "loss" and not args.kl_coef, "--kl-in loss needs a --kl-coef above 0"),
         (len({bool(args.model), bool(args.prompts), bool(args.reward_function)}) > 1,
          "--model, --prompts and --reward-function need each other"),
-        (not args.model and (args.lora_rank or args.max_response_length > 24),
-         "--lora-rank and a --max-response-length above 24 need --model"),
+        (not args.model and (args.lora_rank or args.bfloat16 or args.max_response_length > 24),
+         "--lora-rank, --bfloat16 and a --max-response-length above 24 need --model"),
         (args.model and Path(args.model, "adapter_config.json").exists(),
          f"{args.model} is an adapter: merge it first, as docs/language_models.md shows"),
-        (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
-        (not devices.get(args.device.split(":")[0]), f"--device {args.device} is not there; use cpu"),
     ]:  # fmt: skip
         if wrong:
             raise ValueError(reason)

@@ -38,7 +38,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import pickle
 import pkgutil
 import random
 import re
@@ -49,7 +48,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -151,16 +149,12 @@ class GPT(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, input_ids, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep=0):
-        """Outputs for input_ids [B, T], the last T of S tokens; attention_mask is [B, S].
-
-        They are hidden states [B, T, W], and logits [B, `logits_to_keep`, V] at the last tokens (0: at all).
-        """
+        """Hidden states [B, T, W] of input_ids, the last T of S tokens, and the last logits (0: all)."""
         new, total = input_ids.shape[1], attention_mask.shape[1]
         causal = torch.ones(new, total, dtype=torch.bool, device=input_ids.device).tril(total - new)
         visible = attention_mask[:, None, None, :] & causal
         hidden, cache = self.tokens(input_ids) + self.positions(position_ids), []
-        for i, block in enumerate(self.blocks):
-            past = past_key_values[i] if past_key_values else None
+        for block, past in zip(self.blocks, past_key_values or [None] * len(self.blocks), strict=True):
             hidden, keys_values = block(hidden, visible, past)
             cache.append(keys_values)
         hidden = self.norm(hidden)
@@ -222,11 +216,8 @@ def take(batch: Any, rows: Tensor) -> Any:
 
 
 def model_inputs(tokens: Tensor, attention: Tensor, past: Any = None, use_cache: bool = False) -> dict:
-    """Arguments for a model: tokens [B, T], the last T of S, and a mask [B, S] of what is not padding.
-
-    Positions do not count padding. `past` are the keys and values of all tokens but the last T.
-    """
-    positions = (attention.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+    """Arguments for a model: tokens [B, T], the last T of S, and a mask [B, S] of what is not padding."""
+    positions = (attention.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]  # without padding
     inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions}
     return inputs | {"past_key_values": past, "use_cache": use_cache}
 
@@ -284,10 +275,7 @@ class TokenLogProbs(torch.autograd.Function):
 
 
 def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> Tensor:
-    """log π [B, L] of the responses' tokens.
-
-    Logits are divided by the temperature, because the policy that acts is the one with this temperature.
-    """
+    """log π [B, L] of the responses' tokens, where π is the policy that acts, with its temperature."""
     tokens = torch.cat([batch.prompts, batch.responses], 1)
     attention = torch.cat([batch.prompt_mask, batch.mask], 1)
     length = batch.mask.shape[1]
@@ -366,9 +354,8 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
         r_t = -β kl_t, plus the score at the last token
 
     PPO then maximises J = E[score] - β KL(π ‖ π_ref), as the expectation of Σ_t kl_t is the KL divergence.
-    This holds for this estimator, k1 of [KL], and only in the reward. With k3 instead, which is never
-    negative, the gradient is not J's, and training ends elsewhere. In the loss, any estimator per token
-    ignores the token's effect on the KL of later ones.
+    This holds for this estimator only, k1 of [KL]: k3 in the reward has another gradient. In the loss, any
+    estimator per token ignores the token's effect on the KL of later ones.
     """
     rewards = -kl_coef * kl * mask
     return rewards.scatter_add(1, mask.sum(1, keepdim=True) - 1, scores.unsqueeze(1))
@@ -407,9 +394,8 @@ class Batch(NamedTuple):
 def ppo_loss(models: Models, batch: Batch, num_tokens: Tensor, args: Args) -> tuple[Tensor, dict]:
     """The loss to minimise ([PPO], equation 9, negated; no entropy bonus), and metrics.
 
-    They are sums divided by `num_tokens`, the number of the whole minibatch's tokens: results of its parts
-    and processes add up to means. As actor and critic are separate networks with learning rates of their own,
-    their losses need no weights.
+    They are sums divided by the whole minibatch's number of tokens: those of its parts add up to means. The
+    losses need no weights, as actor and critic are separate networks with learning rates of their own.
     """
     log_probs = token_log_probs(models.actor, batch, args.temperature)
     log_ratio = (log_probs - batch.log_probs) * batch.mask
@@ -425,8 +411,7 @@ def ppo_loss(models: Models, batch: Batch, num_tokens: Tensor, args: Args) -> tu
         "loss/policy_avg": policy_loss,
         "loss/value_avg": value_loss,
         "policy/approxkl_avg": 0.5 * log_ratio.square(),
-        "clip_ratio/low_mean": (ratio < 1 - args.clip_coef) & (batch.advantages < 0),  # their gradient is 0
-        "clip_ratio/high_mean": (ratio > 1 + args.clip_coef) & (batch.advantages > 0),
+        "policy/clipfrac_avg": ratio * batch.advantages > clipped_ratio * batch.advantages,  # no gradient
     }
     means = {name: (x.detach() * batch.mask).sum() / num_tokens for name, x in metrics.items()}
     return ((policy_loss + value_loss) * batch.mask).sum() / num_tokens, means
@@ -472,7 +457,7 @@ def collect(models: Models, task: Task, args: Args) -> tuple[Batch, dict, dict]:
 def update(models: Models, optimizer: Adam, batch: Batch, args: Args) -> dict[str, float]:
     """Learn from a batch: K epochs of gradient steps on shuffled minibatches. Returns the mean metrics.
 
-    A minibatch's gradient is summed over micro-batches and processes: their number does not matter.
+    A minibatch's gradient is the sum of those of its micro-batches, over all processes.
     """
     sums: dict[str, Tensor] = {}  # of metrics, still as tensors: reading them would wait for the GPU
     for _ in range(args.update_epochs):
@@ -498,10 +483,7 @@ def update(models: Models, optimizer: Adam, batch: Batch, args: Args) -> dict[st
 
 
 def train(args: Args, task: Task | None = None) -> Path:
-    """PPO ([PPO], Algorithm 1) from human feedback. Returns the checkpoint's path.
-
-    With --model, the task is what `load_task` returns. Raises `ValueError` for invalid settings.
-    """
+    """PPO ([PPO], Algorithm 1) from human feedback. Returns the checkpoint's path."""
     check_args(args)
     if args.device == "cuda":  # each process has a GPU
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -510,7 +492,7 @@ def train(args: Args, task: Task | None = None) -> Path:
     networks = models.actor, models.critic
     groups = [[p for p in network.parameters() if p.requires_grad] for network in networks]
     optimizer = Adam([{"params": group} for group in groups], fused=True)
-    connect(models)
+    connect(models, args)  # after Adam is made: what it imports would keep the connection open at exit
     episodes = restore(args.resume, models, optimizer) if args.resume else 0
     run = Run(args, models, optimizer, task, episodes)
     while episodes < args.total_episodes:
@@ -597,16 +579,12 @@ def autocast(args: Args) -> torch.autocast:
     return torch.autocast(args.device.partition(":")[0], torch.bfloat16, enabled=args.bfloat16)
 
 
-def connect(models: Models) -> None:
-    """Connect the processes that torchrun started: all start with the same weights.
-
-    Only after Adam is made: what it imports would keep the connection open at exit.
-    """
+def connect(models: Models, args: Args) -> None:
+    """Connect the processes that torchrun started, and give all of them the weights of the first."""
     models.eval()  # no dropout: with it, the first ratio would not be 1
     if PROCESSES > 1:
-        tensors = models.state_dict().values()
-        dist.init_process_group("nccl" if any(tensor.is_cuda for tensor in tensors) else "gloo")
-        for tensor in tensors:
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        for tensor in models.state_dict().values():
             dist.broadcast(tensor, 0)
 
 
@@ -754,10 +732,7 @@ def fit(network: nn.Module, compute_loss: Callable, steps: int, learning_rate: f
 
 
 def load_task(args: Args) -> Task:
-    """The tokenizer, the prompts and the reward functions that the flags name, but no stop tokens yet.
-
-    Raises `ValueError` for prompts that cannot be right.
-    """
+    """The task that the flags name, still without stop tokens. Raises `ValueError` for wrong prompts."""
     from transformers import AutoConfig, AutoTokenizer
 
     functions = {name: pkgutil.resolve_name(name) for name in args.reward_function}
@@ -790,6 +765,8 @@ def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
     """The models that the flags name, and the task with their stop tokens."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+    for reward_name, function in task.reward_functions.items():  # tried before anything is loaded
+        call_reward(reward_name, function, task.prompts[:1] * 2, ["", ""])
     folder = Path(args.model or "").resolve()  # adapters name it, wherever they are loaded
     name = str(folder) if folder.exists() else args.model
     reference = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).requires_grad_(False)
@@ -833,9 +810,9 @@ def make_trainable(frozen: nn.Module, args: Args, task_type: str | None = None) 
 
 
 def use_bfloat16(trained: Any, frozen: Any) -> None:
-    """Round frozen matrices to bfloat16, as autocast would; last layers, which give logits, are in float32.
+    """Round frozen matrices to bfloat16 as autocast does, so that a network and its frozen copy are equal.
 
-    So a network and its frozen copy have the same outputs. Embeddings and norms are not rounded by autocast.
+    Last layers, which give logits, compute in float32: in bfloat16, numbers from 16 to 32 are 1/8 apart.
     """
     heads = [network.get_output_embeddings() for network in (trained, frozen)]
     for module in frozen.modules():
@@ -846,7 +823,7 @@ def use_bfloat16(trained: Any, frozen: Any) -> None:
 
 
 def without_autocast(forward: Callable, hidden: Tensor) -> Tensor:
-    """Call a layer in float32. In bfloat16, numbers from 16 to 32 would be 1/8 apart."""
+    """Call a layer in float32."""
     with torch.autocast(hidden.device.type, enabled=False):
         return forward(hidden.float())
 
@@ -873,7 +850,7 @@ class Run:
             wandb.init(name=folder.name, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
         stop_tokens = [task.tokenizer.decode([token]) for token in task.stop_tokens] or "none"
         print(f"{args.total_episodes:,.0f} responses, seed {args.seed}, stop tokens: {stop_tokens}")
-        print(f"checkpoint {self.path}", flush=True)
+        print(f"checkpoint {self.path}, curves: tensorboard --logdir runs", flush=True)
         self.writer = SummaryWriter(str(folder), purge_step=episodes)
         rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
@@ -923,7 +900,6 @@ class Run:
         """Close the log and the connections of processes."""
         if RANK == 0:
             self.writer.close()
-            print("curves     tensorboard --logdir runs", flush=True)
         if PROCESSES > 1:
             dist.destroy_process_group()
 
@@ -933,8 +909,8 @@ def load_checkpoint(path: str) -> tuple[Args, dict]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         return Args(**content["args"]), content
-    except (pickle.UnpicklingError, EOFError, RuntimeError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is not a checkpoint of this version of this script") from error
+    except Exception as error:
+        raise ValueError(f"{path} is not a checkpoint of this version of this script: {error!r}") from error
 
 
 def restore(path: str, models: Models, optimizer: Adam) -> int:
@@ -947,24 +923,18 @@ def restore(path: str, models: Models, optimizer: Adam) -> int:
 
 def check_args(args: Args) -> None:
     """Raise `ValueError` for invalid settings."""
-    sizes: list[float] = [args.batch_size, args.update_epochs, args.num_minibatches, args.eval_every]
-    sizes += [args.micro_batch_size, args.generation_batch_size, args.max_response_length]
-    rates = args.learning_rate, args.critic_learning_rate, args.kl_coef
-    devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     judged = args.reward_model or args.reward_function
     for wrong, reason in [
-        (min(sizes) < 1 or args.temperature <= 0 or min(args.seed, *rates) < 0,
-         "numbers must not be negative, and neither sizes nor --temperature 0"),
+        (args.temperature <= 0 or min(args.learning_rate, args.critic_learning_rate, args.kl_coef) < 0,
+         "--temperature must be above 0, and learning rates and --kl-coef not below"),
         (args.batch_size % (args.num_minibatches * PROCESSES),
          "--batch-size must be a multiple of --num-minibatches x processes"),
         (len({bool(args.model), bool(args.prompts), bool(judged)}) > 1,
          "--model needs --prompts and a --reward-model or --reward-function; and the other way around"),
-        (not args.model and (args.lora_rank or args.max_response_length > 24),
-         "--lora-rank and a --max-response-length above 24 need --model"),
+        (not args.model and (args.lora_rank or args.bfloat16 or args.max_response_length > 24),
+         "--lora-rank, --bfloat16 and a --max-response-length above 24 need --model"),
         (args.model and Path(args.model, "adapter_config.json").exists(),
          f"{args.model} is an adapter: merge it first, as docs/language_models.md shows"),
-        (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
-        (not devices.get(args.device.split(":")[0]), f"--device {args.device} is not there; use cpu"),
     ]:  # fmt: skip
         if wrong:
             raise ValueError(reason)

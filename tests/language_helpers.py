@@ -25,7 +25,8 @@ interrupt_at, stopped_by = None, KeyboardInterrupt  # the number of the call of 
 
 def vowels(rows, responses):
     """A reward function: a quarter for each vowel."""
-    CALLS.append((rows, responses))
+    if any(responses):  # not the trial before training
+        CALLS.append((rows, responses))
     if len(CALLS) == interrupt_at:
         raise stopped_by
     return [sum(letter in "aeiou" for letter in text) / 4 for text in responses]
@@ -212,7 +213,7 @@ def share_of_an_update(script, folder):
         with torch.no_grad():  # weights are equal once the processes are connected
             for parameter in models.parameters():
                 parameter.add_(script.RANK)
-        script.connect(models)
+        script.connect(models, args)
     batch = random_batch(script)
     share = rows_of(batch, torch.arange(script.RANK, 16, script.PROCESSES))
     results = {
