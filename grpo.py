@@ -621,7 +621,7 @@ def make_sums(args: Args) -> tuple[Models, Task]:
                 prompt = f"{spell(x)} plus {spell(y)} ="
                 rows.append({"prompt": prompt, "answer": spell(x + y), "a": x, "b": y})
     if not args.resume:
-        learn_to_write(actor, task, args)
+        learn_to_write(actor, task, write_sum, args)
     return Models(actor, copy.deepcopy(actor).requires_grad_(False) if args.kl_coef else None), task
 
 
@@ -653,13 +653,13 @@ def accuracy(rows: list[dict], texts: list[str]) -> list[float]:
     return [float(text.endswith(f", so {row['answer']}")) for row, text in zip(rows, texts, strict=True)]
 
 
-def learn_to_write(actor: GPT, task: Task, args: Args, steps: int = 600) -> None:
-    """Supervised learning of answers to random prompts."""
+def learn_to_write(actor: GPT, task: Task, write: Callable, args: Args, steps: int = 600) -> None:
+    """Supervised learning of responses that `write` gives to random prompts."""
     rng = random.Random(args.seed)
     optimizer = Adam(actor.parameters(), fused=True)
     for step in range(steps):
         rows = rng.choices(task.prompts, k=128)
-        batch = tokenize(task, rows, [write_sum(rng, row) for row in rows], args)
+        batch = tokenize(task, rows, [write(rng, row) for row in rows], args)
         log_probs = token_log_probs(actor, batch, temperature=1.0)
         loss = -(log_probs * batch.mask).sum() / batch.mask.sum()
         optimizer.param_groups[0]["lr"] = 5e-3 * min((step + 1) / 40, 1 - step / steps)
