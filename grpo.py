@@ -595,24 +595,21 @@ WORDS = ["<pad>", "<stop>", "plus", "=", "is", ",", "so", "hundred", *ONES, *TEN
 
 
 class WordTokenizer:
-    """A token for each word, with the interface of transformers' tokenizers."""
+    """A token for each of WORDS, with the interface of transformers' tokenizers."""
 
     bos_token_id, eos_token_id = None, 1
 
-    def __init__(self, words: list[str]):
-        self.words = words
-
     def encode(self, text: str) -> list[int]:
-        return [self.words.index(word) for word in text.split()]
+        return [WORDS.index(word) for word in text.split()]
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
-        return " ".join(self.words[i] for i in tokens if not (skip_special_tokens and i == self.eos_token_id))
+        return " ".join(WORDS[i] for i in tokens if not (skip_special_tokens and i == self.eos_token_id))
 
 
 def make_sums(args: Args) -> tuple[Models, Task]:
     """A transformer that has learnt to add, with mistakes. On --resume, the checkpoint has its weights."""
     torch.set_num_threads(1)  # for small networks, one is fastest
-    actor, tokenizer, rng = GPT(len(WORDS)).to(args.device), WordTokenizer(WORDS), random.Random(0)
+    actor, tokenizer, rng = GPT(len(WORDS)).to(args.device), WordTokenizer(), random.Random(0)
     task = Task(tokenizer, [tokenizer.eos_token_id], [], [], {"accuracy": accuracy})
     for a in range(20, 100):
         for b in range(a, 100):  # a + b and b + a are on the same side

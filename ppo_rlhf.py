@@ -174,9 +174,8 @@ class ScalarModel(nn.Module):
         tokens = torch.cat([batch.prompts, batch.responses], 1)
         attention = torch.cat([batch.prompt_mask, batch.mask], 1)
         output = self.trunk(**model_inputs(tokens, attention))
-        hidden = output.last_hidden_state[:, -batch.mask.shape[1] - 1 :].float()
-        with torch.autocast(hidden.device.type, enabled=False):  # or 16.06 would be 16, as in bfloat16
-            return self.head(hidden).squeeze(-1)
+        hidden = output.last_hidden_state[:, -batch.mask.shape[1] - 1 :]
+        return without_autocast(self.head, hidden).squeeze(-1)
 
 
 class Models(nn.Module):
@@ -607,18 +606,15 @@ WORDS += [*TONES, *PRODUCTS, *sorted({word for words in PRODUCTS.values() for wo
 
 
 class WordTokenizer:
-    """A token for each word, with the interface of transformers' tokenizers."""
+    """A token for each of WORDS, with the interface of transformers' tokenizers."""
 
     bos_token_id, eos_token_id = None, 1
 
-    def __init__(self, words: list[str]):
-        self.words = words
-
     def encode(self, text: str) -> list[int]:
-        return [self.words.index(word) for word in text.split()]
+        return [WORDS.index(word) for word in text.split()]
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
-        return " ".join(self.words[i] for i in tokens if not (skip_special_tokens and i == self.eos_token_id))
+        return " ".join(WORDS[i] for i in tokens if not (skip_special_tokens and i == self.eos_token_id))
 
 
 def make_reviews(args: Args) -> tuple[Models, Task]:
@@ -629,7 +625,7 @@ def make_reviews(args: Args) -> tuple[Models, Task]:
         for tone in TONES:
             for request in (f"{tone} the {product} :", f"please {tone} the {product} :"):
                 rows.append({"prompt": request, "tone": tone, "product": product})
-    actor, tokenizer = GPT(len(WORDS)).to(args.device), WordTokenizer(WORDS)
+    actor, tokenizer = GPT(len(WORDS)).to(args.device), WordTokenizer()
     task = Task(tokenizer, [tokenizer.eos_token_id], rows, 10 * rows, {})
     if not args.resume:
         learn_to_write(actor, task, write_review, 3e-3, args)

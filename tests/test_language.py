@@ -1311,3 +1311,10 @@ def test_wrong_settings(script, settings, name, folder, tmp_path):
     assert line.startswith(f"{script.__name__}.py: ")
     assert name in line
     assert not list(tmp_path.iterdir())
+
+
+@both
+def test_bfloat16_needs_a_model(script):
+    """The built-in networks would compute their logits in bfloat16."""
+    with pytest.raises(ValueError, match="--bfloat16"):
+        script.train(script.Args(bfloat16=True))
