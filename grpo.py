@@ -433,9 +433,8 @@ def collect(models: Models, task: Task, args: Args) -> tuple[Batch, dict, dict]:
     }
     if models.reference is not None:
         means["objective/kl"] = kl  # in nats per response
-    metrics = {name: mean(values) for name, values in means.items()} | {
-        "entropy": -masked_mean(log_probs, mask).item(),  # an estimate, in nats per token
-    }
+    metrics = {name: mean(values) for name, values in means.items()}
+    metrics["entropy"] = -masked_mean(log_probs, mask).item()  # an estimate, in nats per token
     samples = {"response": texts, "row": rows, "reward": scores.tolist()}
     samples |= {name: values.tolist() for name, values in rewards.items()}
     return batch, metrics | check_sampling(sampled_log_probs - log_probs, mask), samples
