@@ -202,7 +202,7 @@ def take(batch: Any, rows: Tensor) -> Any:
 
 def model_inputs(tokens: Tensor, attention: Tensor, past: Any = None, use_cache: bool = False) -> dict:
     """Arguments for a model: tokens [B, T], the last T of S, and a mask [B, S] of what is not padding."""
-    positions = (attention.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]  # without padding
+    positions = (attention.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]  # padding is not counted
     inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions}
     return inputs | {"past_key_values": past, "use_cache": use_cache}
 
