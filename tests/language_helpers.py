@@ -4,6 +4,7 @@ python tests/language_helpers.py ppo_rlhf FOLDER
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of the scripts
@@ -47,6 +48,13 @@ class Digits:
 
     def decode(self, tokens, skip_special_tokens=False):
         return " ".join(str(token) for token in tokens if not (skip_special_tokens and token == STOP))
+
+
+def learn_little(monkeypatch):
+    """Supervised models and reward models make two steps only."""
+    fit = rlhf.fit
+    monkeypatch.setattr(rlhf, "fit", lambda network, loss, _, rate, name: fit(network, loss, 2, rate, name))
+    monkeypatch.setattr(grpo, "learn_to_write", partial(grpo.learn_to_write, steps=2))
 
 
 def random_gpt(seed, vocabulary=4):

@@ -16,6 +16,7 @@ import experiments
 import figures
 import gymnasium as gym
 import language
+import language_helpers
 import language_report
 import numpy as np
 import optimum
@@ -205,11 +206,7 @@ def test_language_studies():
 @pytest.fixture
 def quick(monkeypatch):
     """Supervised models and reward models learn nothing."""
-    for script in (language.rlhf, language.grpo):
-        fit = script.fit
-        monkeypatch.setattr(
-            script, "fit", lambda network, loss, _, rate, name, fit=fit: fit(network, loss, 2, rate, name)
-        )
+    language_helpers.learn_little(monkeypatch)
     language.base_models.cache_clear()
     yield
     language.base_models.cache_clear()

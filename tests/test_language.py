@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from itertools import combinations_with_replacement, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -1156,11 +1155,7 @@ def test_a_device_is_never_mixed_with_another(script, tmp_path, monkeypatch):
     """The built-in task, and its evaluations, on a stand-in for a GPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    if script is rlhf:
-        fit = script.fit
-        monkeypatch.setattr(script, "fit", lambda net, loss, _, rate, name: fit(net, loss, 2, rate, name))
-    else:
-        monkeypatch.setattr(script, "learn_to_write", partial(script.learn_to_write, steps=2))
+    shared.learn_little(monkeypatch)
 
     def reduce(x):  # as NCCL does
         assert x.device.type == "mps"
