@@ -41,7 +41,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import pickle
 import pkgutil
 import random
 import re
@@ -52,12 +51,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
@@ -65,7 +62,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import clip_grad_norm_, rnn
 from torch.optim import Adam
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 
@@ -77,8 +73,6 @@ class Args:  # the trailing comments become --help
     resume: str | None = None  # resume from this checkpoint; other flags override its settings
     eval_every: int = 10  # iterations between evaluations; each writes a checkpoint and the model
     track: bool = False  # mirror TensorBoard to Weights & Biases (needs wandb)
-    wandb_project_name: str = "grpo"  # project at Weights & Biases
-    wandb_entity: str | None = None  # team at Weights & Biases; None is your own account
 
     # Task
     model: str | None = None  # folder or name of a transformers model; None is for the built-in sums
@@ -113,19 +107,13 @@ class Args:  # the trailing comments become --help
     gradient_checkpointing: bool = False  # save memory by computing activations twice
     lora_rank: int = 0  # train adapters of this rank on frozen weights (needs peft); 0 trains all weights
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():  # NumPy's numbers could not be loaded from a checkpoint
-            setattr(self, name, value.item() if isinstance(value, np.generic) else value)
-
 
 # The defaults with --model
 PRETRAINED = Args(max_response_length=512, eval_temperature=0.0, learning_rate=1e-6, micro_batch_size=4)
 RANK = int(os.environ.get("RANK", 0))  # of this process, and the number of all, as torchrun sets them
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
-NETWORKS = 1  # that are trained: the actor
-SHOWN = (  # metrics to print, besides evaluations
-    "reward", "objective/kl", "policy/approxkl_avg", "completions/clipped_ratio", "frac_reward_zero_std",
-)  # fmt: skip
+# Metrics to print, besides evaluations
+SHOWN = "reward", "objective/kl", "policy/approxkl_avg", "completions/clipped_ratio", "frac_reward_zero_std"
 
 # ------------------------------------------------- Networks -------------------------------------------------
 
@@ -163,21 +151,16 @@ class GPT(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, input_ids, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep=0):
-        """Outputs for input_ids [B, T], the last T of S tokens; attention_mask is [B, S].
-
-        They are hidden states [B, T, W], and logits [B, `logits_to_keep`, V] at the last tokens (0: at all).
-        """
+        """Hidden states [B, T, W] of input_ids, the last T of S tokens, and the last logits (0: all)."""
         new, total = input_ids.shape[1], attention_mask.shape[1]
         causal = torch.ones(new, total, dtype=torch.bool, device=input_ids.device).tril(total - new)
         visible = attention_mask[:, None, None, :] & causal
         hidden, cache = self.tokens(input_ids) + self.positions(position_ids), []
-        for i, block in enumerate(self.blocks):
-            past = past_key_values[i] if past_key_values else None
+        for block, past in zip(self.blocks, past_key_values or [None] * len(self.blocks), strict=True):
             hidden, keys_values = block(hidden, visible, past)
             cache.append(keys_values)
         hidden = self.norm(hidden)
-        with torch.autocast(input_ids.device.type, enabled=False):
-            logits = hidden[:, -logits_to_keep:] @ self.tokens.weight.T
+        logits = hidden[:, -logits_to_keep:] @ self.tokens.weight.T
         return SimpleNamespace(last_hidden_state=hidden, logits=logits, past_key_values=cache)
 
 
@@ -218,11 +201,8 @@ def take(batch: Any, rows: Tensor) -> Any:
 
 
 def model_inputs(tokens: Tensor, attention: Tensor, past: Any = None, use_cache: bool = False) -> dict:
-    """Arguments for a model: tokens [B, T], the last T of S, and a mask [B, S] of what is not padding.
-
-    Positions do not count padding. `past` are the keys and values of all tokens but the last T.
-    """
-    positions = (attention.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+    """Arguments for a model: tokens [B, T], the last T of S, and a mask [B, S] of what is not padding."""
+    positions = (attention.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]  # padding is not counted
     inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions}
     return inputs | {"past_key_values": past, "use_cache": use_cache}
 
@@ -245,9 +225,8 @@ def generate(actor: nn.Module, task: Task, rows: list[dict], args: Args) -> tupl
             for t in range(args.max_response_length):
                 output = actor(**model_inputs(new, attention, past, use_cache=True), logits_to_keep=1)
                 past = output.past_key_values
-                log_policy = torch.log_softmax(output.logits[:, -1].float() / (args.temperature or 1), 1)
-                greedy = log_policy.argmax(1, keepdim=True)
-                new = torch.multinomial(log_policy.exp(), 1) if args.temperature > 0 else greedy
+                log_policy = torch.log_softmax(output.logits[:, -1].float() / max(args.temperature, 1e-6), 1)
+                new = torch.multinomial(log_policy.exp(), 1)
                 responses[part, t], mask[part, t] = new.squeeze(1), active
                 log_probs[part, t] = log_policy.gather(1, new).squeeze(1)
                 attention = torch.cat([attention, active.unsqueeze(1)], 1)
@@ -259,39 +238,35 @@ def generate(actor: nn.Module, task: Task, rows: list[dict], args: Args) -> tupl
 
 
 class TokenLogProbs(torch.autograd.Function):
-    """log π [B, S] of tokens [B, S] from their logits [B, S, V], which are divided by the temperature.
+    """log π [B, S] of tokens [B, S, 1] from their logits [B, S, V], which are divided by the temperature.
 
-    For large vocabularies, logits take most of the memory. Softmax is computed for some tokens at a time, and
-    the gradient, 1(v = token) - π(v), takes the place of the logits: so they are there once.
+    For large vocabularies, logits take most of the memory. They are there once: softmax is computed for one
+    response at a time, and in the backward pass their gradient, 1(v = token) - π(v), takes their place.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-        chunks = logits.flatten(0, 1).split(1024)
-        log_z = torch.cat([(chunk / temperature).logsumexp(1) for chunk in chunks]).view(tokens.shape)
+        log_z = torch.stack([(row / temperature).logsumexp(1, keepdim=True) for row in logits])
         ctx.save_for_backward(logits, tokens, log_z)
         ctx.temperature = temperature
-        return logits.gather(2, tokens.unsqueeze(2)).squeeze(2) / temperature - log_z
+        return (logits.gather(2, tokens) / temperature - log_z).squeeze(2)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         logits, tokens, log_z = ctx.saved_tensors
+        policy = logits.div_(ctx.temperature).sub_(log_z).exp_()
         gradient = gradient.unsqueeze(2) / ctx.temperature
-        policy = logits.div_(ctx.temperature).sub_(log_z.unsqueeze(2)).exp_()
-        return policy.mul_(-gradient).scatter_add_(2, tokens.unsqueeze(2), gradient), None, None
+        return policy.mul_(-gradient).scatter_add_(2, tokens, gradient), None, None
 
 
 def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> Tensor:
-    """log π [B, L] of the responses' tokens.
-
-    Logits are divided by the temperature, because the policy that acts is the one with this temperature.
-    """
+    """log π [B, L] of the responses' tokens, where π is the policy that acts, with its temperature."""
     tokens = torch.cat([batch.prompts, batch.responses], 1)
     attention = torch.cat([batch.prompt_mask, batch.mask], 1)
     length = batch.mask.shape[1]
     output = model(**model_inputs(tokens, attention), logits_to_keep=length + 1)
     logits = output.logits.float()  # of the last tokens, or of all; not sliced, which would take memory
-    following = F.pad(tokens[:, 1:], (0, 1))[:, -logits.shape[1] :]
+    following = F.pad(tokens[:, 1:], (0, 1))[:, -logits.shape[1] :].unsqueeze(2)
     return TokenLogProbs.apply(logits, following, temperature)[:, -length - 1 : -1]
 
 
@@ -315,9 +290,7 @@ def check_sampling(difference: Tensor, mask: Tensor) -> dict[str, float]:
     """Metrics of the difference [B, L] between log π in sampling and in learning: it must be rounding."""
     average, largest = masked_mean(difference.abs(), mask).item(), (difference.abs() * mask).max().item()
     if average > 0.5:
-        raise FloatingPointError(
-            f"log π of sampling and learning differ by {average:.2f}: no past_key_values?"
-        )
+        raise FloatingPointError(f"log π differs by {average:.2f} from sampling: no past_key_values?")
     name = "sampling/sampling_logp_difference"
     return {f"{name}/mean": average, f"{name}/max": largest}
 
@@ -350,11 +323,9 @@ def group_advantages(scores: Tensor, kl: Tensor, args: Args) -> Tensor:
 
     Without scaling, the expected gradient is (1 - 1/G) ∇J for J = E[s] - β KL(π ‖ π_ref), because r_i is part
     of its own baseline; the leave-one-out baseline of [RLOO] gives G/(G - 1) times these advantages. Scaling
-    gives too easy and too hard prompts, whose scores are nearly all the same, as much weight as others
-    ([Dr. GRPO], §3.1). The deviation is that of s, or of r if it is larger. It divides the KL, too: so it
-    rescales each prompt's step, and leaves J's optimum, where r is the same for all responses to a prompt. If
-    it divided the scores only, the KL would count for ever less as scores become alike. Groups of equal
-    scores are not scaled, or their KLs alone would make advantages of full size.
+    gives too easy and too hard prompts as much weight as others ([Dr. GRPO], §3.1). The deviation is that of
+    s, or of r if it is larger. It divides the KL, too, and so leaves J's optimum, where r is the same for all
+    responses to a prompt. Groups of equal scores are not scaled, or their KLs alone would be.
     """
     rewards = scores - args.kl_coef * kl if args.kl_in == "reward" else scores
     scores, rewards = scores.view(-1, args.group_size), rewards.view(-1, args.group_size)
@@ -374,10 +345,9 @@ def loss_weights(mask: Tensor, num_tokens: Tensor, args: Args) -> Tensor:
         constant        1/(B L) Σ_it loss_it          [Dr. GRPO], §3.2; here, L is --max-response-length
 
     |o_i| is the number of tokens of response i. B and `num_tokens` = Σ_i |o_i| are of the whole minibatch,
-    over all micro-batches and processes; the mask may be of a part. The gradient of E[r] is the mean of
-    A_i Σ_t ∇log π over the responses: the constant gives it, divided by L. The mean over a sequence divides
-    by the length, which the gradient does not: among right answers it favours the short, among wrong ones it
-    spares the long, so that wrong answers grow ([Dr. GRPO], §3.1). The mean over tokens has the constant's
+    over all micro-batches and processes; the mask may be of a part. The constant gives the gradient of E[r],
+    divided by L. The mean over a sequence divides by its length, too: among right answers it favours the
+    short, among wrong ones it spares the long ([Dr. GRPO], §3.1). The mean over tokens has the constant's
     direction, but minibatches of short responses weigh more.
     """
     num_responses = args.batch_size // args.num_minibatches
@@ -424,12 +394,10 @@ def grpo_loss(log_probs: Tensor, batch: Batch, num_tokens: Tensor, args: Args) -
         losses = losses + args.kl_coef * (log_x.exp() - 1 - log_x)
     loss = (losses * loss_weights(batch.mask, num_tokens, args)).sum()
     with torch.no_grad():
-        low = (ratio < 1 - args.clip_coef) & (advantages < 0) & batch.mask
-        high = (ratio > 1 + args.clip_coef_high) & (advantages > 0) & batch.mask
+        no_gradient = (ratio * advantages > clipped * advantages) & batch.mask
         return loss, {
             "loss/policy_avg": loss,
-            "clip_ratio/low_mean": low.sum() / num_tokens,
-            "clip_ratio/high_mean": high.sum() / num_tokens,
+            "policy/clipfrac_avg": no_gradient.sum() / num_tokens,
             "policy/approxkl_avg": 0.5 * log_ratio.square().sum() / num_tokens,
         }
 
@@ -465,10 +433,8 @@ def collect(models: Models, task: Task, args: Args) -> tuple[Batch, dict, dict]:
     }
     if models.reference is not None:
         means["objective/kl"] = kl  # in nats per response
-    metrics = {name: mean(values) for name, values in means.items()} | {
-        "reward_std": mean((scores - mean(scores)).square()) ** 0.5,
-        "entropy": -masked_mean(log_probs, mask).item(),  # an estimate, in nats per token
-    }
+    metrics = {name: mean(values) for name, values in means.items()}
+    metrics["entropy"] = -masked_mean(log_probs, mask).item()  # an estimate, in nats per token
     samples = {"response": texts, "row": rows, "reward": scores.tolist()}
     samples |= {name: values.tolist() for name, values in rewards.items()}
     return batch, metrics | check_sampling(sampled_log_probs - log_probs, mask), samples
@@ -477,8 +443,7 @@ def collect(models: Models, task: Task, args: Args) -> tuple[Batch, dict, dict]:
 def update(actor: nn.Module, optimizer: Adam, batch: Batch, args: Args) -> dict[str, float]:
     """Learn from a batch: μ epochs of gradient steps on shuffled minibatches. Returns the mean metrics.
 
-    A minibatch's gradient is summed over micro-batches and processes, with the weights of the whole
-    minibatch: their number does not matter.
+    A minibatch's gradient is the sum of those of its micro-batches, over all processes.
     """
     parameters = optimizer.param_groups[0]["params"]
     sums: dict[str, Tensor] = {}  # of metrics, still as tensors: reading them would wait for the GPU
@@ -506,41 +471,35 @@ def update(actor: nn.Module, optimizer: Adam, batch: Batch, args: Args) -> dict[
 
 
 def train(args: Args, task: Task | None = None) -> Path:
-    """GRPO ([GRPO], Algorithm 1 with I = 1: the reference stays as it is). Returns the checkpoint's path.
-
-    With --model, the task is what `load_task` returns. Raises `ValueError` for invalid settings.
-    """
+    """GRPO ([GRPO], Algorithm 1 with I = 1: the reference stays as it is). Returns the checkpoint's path."""
     check_args(args)
     if args.device == "cuda":  # each process has a GPU
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     torch.manual_seed(args.seed)
     models, task = load_pretrained(args, task or load_task(args)) if args.model else make_sums(args)
     optimizer = Adam([p for p in models.parameters() if p.requires_grad], fused=True)
-    connect(models)
+    connect(models, args)  # after Adam is made: what it imports would keep the connection open at exit
     episodes = restore(args.resume, models, optimizer) if args.resume else 0
     run = Run(args, models, optimizer, task, episodes)
-    try:
-        while episodes < args.total_episodes:
-            torch.manual_seed(10**9 * args.seed + episodes + RANK)  # a resumed run draws the same numbers
-            metrics = {}
-            if episodes // args.batch_size % args.eval_every == 0:
-                run.save()
-                metrics = evaluate(models.actor, task, args)
+    while episodes < args.total_episodes:
+        torch.manual_seed(10**9 * args.seed + episodes + RANK)  # a resumed run draws the same numbers
+        metrics = {}
+        if episodes // args.batch_size % args.eval_every == 0:
+            run.save(episodes)
+            metrics = evaluate(models.actor, task, args)
+        try:
             batch, batch_metrics, samples = collect(models, task, args)
-            learning_rate = args.learning_rate * (1 - episodes / args.total_episodes)
-            optimizer.param_groups[0]["lr"] = learning_rate
-            metrics |= batch_metrics | update(models.actor, optimizer, batch, args) | {"lr": learning_rate}
-            run.log(episodes, metrics, samples)
-            episodes += args.batch_size
-            run.snapshot(episodes)
-        run.log(episodes, evaluate(models.actor, task, args), {})
-    except KeyboardInterrupt:
-        print("stopped", flush=True)
-    except Exception as error:
-        error.add_note(f"to continue after the last whole iteration: --resume {run.path}")
-        raise
-    finally:
-        run.finish()
+        except BaseException:  # of a reward function, or Ctrl-C; an update that is interrupted is not saved
+            run.save(episodes)
+            raise
+        learning_rate = args.learning_rate * (1 - episodes / args.total_episodes)
+        optimizer.param_groups[0]["lr"] = learning_rate
+        metrics |= batch_metrics | update(models.actor, optimizer, batch, args) | {"lr": learning_rate}
+        run.log(episodes, metrics, samples)
+        episodes += args.batch_size
+    run.save(episodes)
+    run.log(episodes, evaluate(models.actor, task, args), {})
+    run.finish()
     return run.path
 
 
@@ -580,12 +539,10 @@ def tokenize(task: Task, rows: list[dict], texts: list[str], args: Args) -> Resp
 
 def call_reward(name: str, function: Callable, rows: list[dict], texts: list[str]) -> Tensor:
     """Rewards [B] of B responses by a function. Raises `ValueError` if they are not B finite numbers."""
-    try:
-        rewards = torch.as_tensor(function(rows, texts), dtype=torch.float32, device="cpu")
-    except Exception as error:
-        raise ValueError(f"{name} failed for {len(texts)} responses: {error!r}") from error
+    results = function(rows, texts)
+    rewards = torch.as_tensor([] if results is None else results, dtype=torch.float32, device="cpu")
     if rewards.shape != (len(texts),) or not rewards.isfinite().all():
-        raise ValueError(f"{name} must return {len(texts)} finite numbers, not {rewards.tolist()}")
+        raise ValueError(f"{name} must return {len(texts)} finite numbers, not {results}")
     return rewards
 
 
@@ -610,16 +567,12 @@ def autocast(args: Args) -> torch.autocast:
     return torch.autocast(args.device.partition(":")[0], torch.bfloat16, enabled=args.bfloat16)
 
 
-def connect(models: Models) -> None:
-    """Connect the processes that torchrun started: all start with the same weights.
-
-    Only after Adam is made: what it imports would keep the connection open at exit.
-    """
+def connect(models: Models, args: Args) -> None:
+    """Connect the processes that torchrun started, and give all of them the weights of the first."""
     models.eval()  # no dropout: with it, the first ratio would not be 1
     if PROCESSES > 1:
-        tensors = models.state_dict().values()
-        dist.init_process_group("nccl" if any(tensor.is_cuda for tensor in tensors) else "gloo")
-        for tensor in tensors:
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        for tensor in models.state_dict().values():
             dist.broadcast(tensor, 0)
 
 
@@ -641,34 +594,30 @@ WORDS = ["<pad>", "<stop>", "plus", "=", "is", ",", "so", "hundred", *ONES, *TEN
 
 
 class WordTokenizer:
-    """A token for each word, with the interface of transformers' tokenizers."""
+    """A token for each of WORDS, with the interface of transformers' tokenizers."""
 
     bos_token_id, eos_token_id = None, 1
 
-    def __init__(self, words: list[str]):
-        self.words = words
-
     def encode(self, text: str) -> list[int]:
-        return [self.words.index(word) for word in text.split()]
+        return [WORDS.index(word) for word in text.split()]
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
-        return " ".join(self.words[i] for i in tokens if not (skip_special_tokens and i == self.eos_token_id))
+        return " ".join(WORDS[i] for i in tokens if not (skip_special_tokens and i == self.eos_token_id))
 
 
 def make_sums(args: Args) -> tuple[Models, Task]:
     """A transformer that has learnt to add, with mistakes. On --resume, the checkpoint has its weights."""
     torch.set_num_threads(1)  # for small networks, one is fastest
-    actor, tokenizer, rng = GPT(len(WORDS)).to(args.device), WordTokenizer(WORDS), random.Random(0)
+    actor, tokenizer, rng = GPT(len(WORDS)).to(args.device), WordTokenizer(), random.Random(0)
     task = Task(tokenizer, [tokenizer.eos_token_id], [], [], {"accuracy": accuracy})
     for a in range(20, 100):
         for b in range(a, 100):  # a + b and b + a are on the same side
             rows = task.eval_prompts if rng.random() < 0.06 else task.prompts
             for x, y in {(a, b), (b, a)}:
-                rows.append(
-                    {"prompt": f"{spell(x)} plus {spell(y)} =", "answer": spell(x + y), "a": x, "b": y}
-                )
+                prompt = f"{spell(x)} plus {spell(y)} ="
+                rows.append({"prompt": prompt, "answer": spell(x + y), "a": x, "b": y})
     if not args.resume:
-        learn_to_write(actor, task, write_sum, 5e-3, args)
+        learn_to_write(actor, task, write_sum, args)
     return Models(actor, copy.deepcopy(actor).requires_grad_(False) if args.kl_coef else None), task
 
 
@@ -695,43 +644,30 @@ def write_sum(rng: random.Random, row: dict) -> str:
     return f"{ones_line} , {tens_line} , so {spell(total)}"
 
 
-def accuracy(rows: list[dict], responses: list[str]) -> list[float]:
+def accuracy(rows: list[dict], texts: list[str]) -> list[float]:
     """Rewards: 1 for a response that ends with the right sum, else 0."""
-    pairs = zip(rows, responses, strict=True)
-    return [float(response.endswith(f", so {row['answer']}")) for row, response in pairs]
+    return [float(text.endswith(f", so {row['answer']}")) for row, text in zip(rows, texts, strict=True)]
 
 
-def learn_to_write(actor: GPT, task: Task, write: Callable, learning_rate: float, args: Args) -> None:
+def learn_to_write(actor: GPT, task: Task, write: Callable, args: Args, steps: int = 600) -> None:
     """Supervised learning of responses that `write` gives to random prompts."""
     rng = random.Random(args.seed)
-
-    def compute_loss() -> Tensor:
+    optimizer = Adam(actor.parameters(), fused=True)
+    for step in range(steps):
         rows = rng.choices(task.prompts, k=128)
         batch = tokenize(task, rows, [write(rng, row) for row in rows], args)
         log_probs = token_log_probs(actor, batch, temperature=1.0)
-        return -(log_probs * batch.mask).sum() / batch.mask.sum()
-
-    fit(actor, compute_loss, 600, learning_rate, "supervised learning")
-
-
-def fit(network: nn.Module, compute_loss: Callable, steps: int, learning_rate: float, name: str) -> None:
-    """Minimise a loss of random batches by Adam."""
-    optimizer = Adam(network.requires_grad_(True).parameters(), learning_rate, fused=True)
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = learning_rate * min((step + 1) / 40, 1 - step / steps)
+        loss = -(log_probs * batch.mask).sum() / batch.mask.sum()
+        optimizer.param_groups[0]["lr"] = 5e-3 * min((step + 1) / 40, 1 - step / steps)
         optimizer.zero_grad()
-        loss = compute_loss()
         loss.backward()
-        clip_grad_norm_(network.parameters(), 1.0)
+        clip_grad_norm_(actor.parameters(), 1.0)
         optimizer.step()
-    print(f"{name}: loss {loss.item():.2f}", flush=True)
+    print(f"supervised learning: loss {loss.item():.2f}", flush=True)
 
 
 def load_task(args: Args) -> Task:
-    """The tokenizer, the prompts and the reward functions that the flags name, but no stop tokens yet.
-
-    Raises `ValueError` for prompts and functions that cannot be right. Functions are tried on no responses.
-    """
+    """The task that the flags name, still without stop tokens. Raises `ValueError` for wrong prompts."""
     from transformers import AutoConfig, AutoTokenizer
 
     functions = {name: pkgutil.resolve_name(name) for name in args.reward_function}
@@ -742,8 +678,6 @@ def load_task(args: Args) -> Task:
     prompts, held_out = (read_rows(file, tokenizer, longest) if file else [] for file in files)
     if 0 < len(held_out) < PROCESSES:
         raise ValueError(f"{args.eval_prompts} has fewer prompts than there are processes")
-    for name, function in functions.items():
-        call_reward(name, function, prompts[:2], [""] * len(prompts[:2]))
     return Task(tokenizer, [], prompts, held_out, functions)
 
 
@@ -754,6 +688,8 @@ def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
     """The model that --model names, and the task with its stop tokens."""
     from transformers import AutoModelForCausalLM
 
+    for reward_name, function in task.reward_functions.items():  # tried before anything is loaded
+        call_reward(reward_name, function, task.prompts[:1] * 2, ["", ""])
     folder = Path(args.model or "").resolve()  # adapters name it, wherever they are loaded
     name = str(folder) if folder.exists() else args.model
     frozen = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).requires_grad_(False)
@@ -801,9 +737,9 @@ def make_trainable(frozen: nn.Module, args: Args, task_type: str | None = None) 
 
 
 def use_bfloat16(trained: Any, frozen: Any) -> None:
-    """Round frozen matrices to bfloat16, as autocast would; last layers, which give logits, are in float32.
+    """Round frozen matrices to bfloat16 as autocast does, so that a network and its frozen copy are equal.
 
-    So a network and its frozen copy have the same outputs. Embeddings and norms are not rounded by autocast.
+    Last layers, which give logits, compute in float32: in bfloat16, numbers from 16 to 32 are 1/8 apart.
     """
     heads = [network.get_output_embeddings() for network in (trained, frozen)]
     for module in frozen.modules():
@@ -814,7 +750,7 @@ def use_bfloat16(trained: Any, frozen: Any) -> None:
 
 
 def without_autocast(forward: Callable, hidden: Tensor) -> Tensor:
-    """Call a layer in float32. In bfloat16, numbers from 16 to 32 would be 1/8 apart."""
+    """Call a layer in float32."""
     with torch.autocast(hidden.device.type, enabled=False):
         return forward(hidden.float())
 
@@ -834,20 +770,14 @@ class Run:
         self.start_time, self.start, self.last_print = time.monotonic(), episodes, 0.0
         if RANK > 0:
             return
-        self.snapshot(episodes)
         folder = self.path.parent
         if args.track:
             import wandb
 
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
-            wandb.init(**names, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
-        ends = " ".join(task.tokenizer.decode([token]) for token in task.stop_tokens)
-        print(f"{args.total_episodes:,.0f} responses in batches of {args.batch_size:,}, seed {args.seed}")
-        print(f"length     at most {args.max_response_length} tokens; end tokens: {ends or 'none'}")
-        print(f"update     {args.update_epochs} epochs x {args.num_minibatches} minibatches per batch")
-        print(f"folder     {folder}", flush=True)
-        if args.resume:
-            print(f"resumed    after {episodes:,} of {args.total_episodes:,.0f} responses")
+            wandb.init(name=folder.name, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
+        stop_tokens = [task.tokenizer.decode([token]) for token in task.stop_tokens] or "none"
+        print(f"{args.total_episodes:,.0f} responses, seed {args.seed}, stop tokens: {stop_tokens}")
+        print(f"checkpoint {self.path}, curves: tensorboard --logdir runs", flush=True)
         self.writer = SummaryWriter(str(folder), purge_step=episodes)
         rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
@@ -858,25 +788,17 @@ class Run:
             kept = [line + "\n" for line in lines if json.loads(line)["episodes"] < episodes]
             self.completions.write_text("".join(kept), encoding="utf-8")
 
-    def snapshot(self, episodes: int) -> None:
-        """Copy to the CPU what was learnt: if the next iteration is interrupted, this is what is saved."""
-        if RANK > 0:
-            return
-        named, optimizer = self.models.named_parameters(), self.optimizer.state_dict()
-        weights = {name: p.detach() for name, p in named if p.requires_grad or not self.args.model}
-        content = {"args": asdict(self.args), "episodes": episodes, "weights": weights}
-        content |= {"optimizer": optimizer}
-        self.content = tree_map(lambda x: x.to("cpu", copy=True) if isinstance(x, Tensor) else x, content)
-
-    def save(self) -> None:
+    def save(self, episodes: int) -> None:
         """Write a checkpoint and the model. Until the checkpoint is complete, the previous one stays."""
         if RANK > 0:
             return
         self.writer.flush()  # first, so that the curves have no gap where training resumes
-        torch.save(self.content, self.path.with_suffix(".tmp"))
+        named = self.models.named_parameters()
+        weights = {name: p.detach() for name, p in named if p.requires_grad or not self.args.model}
+        content = {"args": asdict(self.args), "episodes": episodes, "weights": weights}
+        torch.save(content | {"optimizer": self.optimizer.state_dict()}, self.path.with_suffix(".tmp"))
         self.path.with_suffix(".tmp").replace(self.path)
         if self.args.model:
-            self.models.load_state_dict(self.content["weights"], strict=False)  # after an interrupted update
             self.models.actor.save_pretrained(self.path.parent / "model")
             self.task.tokenizer.save_pretrained(self.path.parent / "model")
 
@@ -891,27 +813,20 @@ class Run:
                 sample = {"episodes": episodes} | dict(zip(samples, values, strict=True))
                 file.write(json.dumps(sample, ensure_ascii=False) + "\n")
         shown = [f"{name} {value:.3g}" for name, value in metrics.items() if name in SHOWN or "eval/" in name]
-        now, done = time.monotonic(), episodes - self.start
+        now, done = time.monotonic(), episodes + self.args.batch_size - self.start
         if now - self.last_print < 5 and "eval/" not in " ".join(shown):
             return
         self.last_print = now
-        if done:
-            minutes = (now - self.start_time) / done * (self.args.total_episodes - episodes) / 60
-            shown.append(f"{minutes:.0f} min left")
-        print(f"{episodes:>9,} responses", *shown, sep="  ", flush=True)
+        minutes = (now - self.start_time) / done * (self.args.total_episodes - episodes) / 60
+        print(f"{episodes:>9,} responses  {minutes:.0f} min left", *shown, sep="  ", flush=True)
         if samples:
             prompt, response = str(samples["row"][0]["prompt"])[-200:], samples["response"][0][-200:]
             print(f"{'':10}{prompt!r} -> {response!r}, reward {samples['reward'][0]:.3g}", flush=True)
 
     def finish(self) -> None:
-        """Save, close the log, and say how to continue."""
-        self.save()
+        """Close the log and the connections of processes."""
         if RANK == 0:
             self.writer.close()
-            names = self.args.reward_function
-            functions = f" --reward-function {' '.join(names)}" if names else ""
-            print("curves     tensorboard --logdir runs")
-            print(f"resume     python {sys.argv[0]} --resume {self.path}{functions}", flush=True)
         if PROCESSES > 1:
             dist.destroy_process_group()
 
@@ -920,12 +835,9 @@ def load_checkpoint(path: str) -> tuple[Args, dict]:
     """The settings and the whole content of a checkpoint. Raises `ValueError` for any other file."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-        known = {name: value for name, value in content["args"].items() if hasattr(Args, name)}
-        if len(content["optimizer"]["param_groups"]) != NETWORKS:
-            raise LookupError
-        return Args(**known), content
-    except (pickle.UnpicklingError, EOFError, RuntimeError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is not a checkpoint of this script") from error
+        return Args(**content["args"]), content
+    except Exception as error:
+        raise ValueError(f"{path} is not a checkpoint of this version of this script: {error!r}") from error
 
 
 def restore(path: str, models: Models, optimizer: Adam) -> int:
@@ -938,30 +850,19 @@ def restore(path: str, models: Models, optimizer: Adam) -> int:
 
 def check_args(args: Args) -> None:
     """Raise `ValueError` for invalid settings."""
-    sizes: list[float] = [args.batch_size, args.update_epochs, args.num_minibatches, args.eval_every]
-    sizes += [args.micro_batch_size, args.generation_batch_size, args.max_response_length]
-    devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    batches = args.group_size * PROCESSES, args.num_minibatches * PROCESSES
     for wrong, reason in [
-        (min(args.seed, args.learning_rate, args.kl_coef) < 0,
-         "--seed, --learning-rate and --kl-coef must not be negative"),
-        (min(*sizes, args.total_episodes) < 1, "sizes and numbers must be at least 1"),
-        (args.group_size < 2, "--group-size must be at least 2"),
-        (args.batch_size % (args.group_size * PROCESSES),
-         "--batch-size must be a multiple of --group-size x processes"),
-        (args.batch_size % (args.num_minibatches * PROCESSES),
-         "--batch-size must be a multiple of --num-minibatches x processes"),
-        (args.temperature <= 0, "--temperature must be above 0"),
+        (args.temperature <= 0 or min(args.learning_rate, args.kl_coef) < 0,
+         "--temperature must be above 0, and --learning-rate and --kl-coef not below"),
+        (args.group_size < 2 or any(args.batch_size % number for number in batches),
+         "--batch-size must be a multiple of --group-size (2 or more) and --num-minibatches, x processes"),
         (args.kl_in == "loss" and not args.kl_coef, "--kl-in loss needs a --kl-coef above 0"),
-        (args.model and not (args.prompts and args.reward_function),
-         "--model needs --prompts and --reward-function"),
-        (not args.model and (args.prompts or args.reward_function or args.lora_rank),
-         "--prompts, --reward-function and --lora-rank need --model"),
-        (not args.model and args.max_response_length > 24, "--max-response-length above 24 needs --model"),
+        (len({bool(args.model), bool(args.prompts), bool(args.reward_function)}) > 1,
+         "--model, --prompts and --reward-function need each other"),
+        (not args.model and (args.lora_rank or args.bfloat16 or args.max_response_length > 24),
+         "--lora-rank, --bfloat16 and a --max-response-length above 24 need --model"),
         (args.model and Path(args.model, "adapter_config.json").exists(),
          f"{args.model} is an adapter: merge it first, as docs/language_models.md shows"),
-        (args.lora_rank and not find_spec("peft"), "--lora-rank needs: pip install peft"),
-        (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
-        (not devices.get(args.device.split(":")[0]), f"--device {args.device} is not there; use cpu"),
     ]:  # fmt: skip
         if wrong:
             raise ValueError(reason)
@@ -978,8 +879,7 @@ def parse_args() -> Args:
         saved, _ = load_checkpoint(args.resume)
         args = parse(default=replace(saved, reward_function=(), track=False))
         if saved.reward_function and not args.reward_function:
-            names = " ".join(saved.reward_function)
-            raise ValueError(f"{args.resume} needs --reward-function {names}, if you trust it")
+            raise ValueError(f"{args.resume} needs --reward-function {' '.join(saved.reward_function)} again")
     return args
 
 

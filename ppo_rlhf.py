@@ -38,7 +38,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import pickle
 import pkgutil
 import random
 import re
@@ -49,12 +48,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
@@ -62,7 +59,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import clip_grad_norm_, rnn
 from torch.optim import Adam
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 
@@ -74,8 +70,6 @@ class Args:  # the trailing comments become --help
     resume: str | None = None  # resume from this checkpoint; other flags override its settings
     eval_every: int = 10  # iterations between evaluations; each writes a checkpoint and the model
     track: bool = False  # mirror TensorBoard to Weights & Biases (needs wandb)
-    wandb_project_name: str = "ppo_rlhf"  # project at Weights & Biases
-    wandb_entity: str | None = None  # team at Weights & Biases; None is your own account
 
     # Task
     model: str | None = None  # folder or name of a transformers model; None is for the built-in reviews
@@ -96,10 +90,8 @@ class Args:  # the trailing comments become --help
     learning_rate: float = 1e-3  # Adam's step size for the actor, decayed linearly to 0
     critic_learning_rate: float = 1e-3  # the same for the critic
     kl_coef: float = 0.1  # β: weight of the KL divergence from the reference in the reward
-    kl_target: float | None = None  # adapt β to keep this divergence, in nats per response
     gae_lambda: float = 1.0  # λ: trades bias (0) against variance (1) of the advantages; papers have 0.95
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
-    clip_vloss: bool = False  # also clip the change of the value to ±ε
     max_grad_norm: float = 1.0  # clip the actor's gradient to this norm, and the critic's
 
     # Speed and memory
@@ -110,10 +102,6 @@ class Args:  # the trailing comments become --help
     gradient_checkpointing: bool = False  # save memory by computing activations twice
     lora_rank: int = 0  # train adapters of this rank on frozen weights (needs peft); 0 trains all weights
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():  # NumPy's numbers could not be loaded from a checkpoint
-            setattr(self, name, value.item() if isinstance(value, np.generic) else value)
-
 
 # The defaults with --model
 PRETRAINED = Args(
@@ -122,10 +110,8 @@ PRETRAINED = Args(
 )  # fmt: skip
 RANK = int(os.environ.get("RANK", 0))  # of this process, and the number of all, as torchrun sets them
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
-NETWORKS = 2  # that are trained: actor and critic
-SHOWN = (  # metrics to print, besides evaluations
-    "reward", "objective/kl", "policy/approxkl_avg", "completions/clipped_ratio", "val/explained_variance",
-)  # fmt: skip
+# Metrics to print, besides evaluations
+SHOWN = "reward", "objective/kl", "policy/approxkl_avg", "completions/clipped_ratio", "val/explained_variance"
 
 # ------------------------------------------------- Networks -------------------------------------------------
 
@@ -163,21 +149,16 @@ class GPT(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, input_ids, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep=0):
-        """Outputs for input_ids [B, T], the last T of S tokens; attention_mask is [B, S].
-
-        They are hidden states [B, T, W], and logits [B, `logits_to_keep`, V] at the last tokens (0: at all).
-        """
+        """Hidden states [B, T, W] of input_ids, the last T of S tokens, and the last logits (0: all)."""
         new, total = input_ids.shape[1], attention_mask.shape[1]
         causal = torch.ones(new, total, dtype=torch.bool, device=input_ids.device).tril(total - new)
         visible = attention_mask[:, None, None, :] & causal
         hidden, cache = self.tokens(input_ids) + self.positions(position_ids), []
-        for i, block in enumerate(self.blocks):
-            past = past_key_values[i] if past_key_values else None
+        for block, past in zip(self.blocks, past_key_values or [None] * len(self.blocks), strict=True):
             hidden, keys_values = block(hidden, visible, past)
             cache.append(keys_values)
         hidden = self.norm(hidden)
-        with torch.autocast(input_ids.device.type, enabled=False):
-            logits = hidden[:, -logits_to_keep:] @ self.tokens.weight.T
+        logits = hidden[:, -logits_to_keep:] @ self.tokens.weight.T
         return SimpleNamespace(last_hidden_state=hidden, logits=logits, past_key_values=cache)
 
 
@@ -193,9 +174,8 @@ class ScalarModel(nn.Module):
         tokens = torch.cat([batch.prompts, batch.responses], 1)
         attention = torch.cat([batch.prompt_mask, batch.mask], 1)
         output = self.trunk(**model_inputs(tokens, attention))
-        hidden = output.last_hidden_state[:, -batch.mask.shape[1] - 1 :].float()
-        with torch.autocast(hidden.device.type, enabled=False):  # or 16.06 would be 16, as in bfloat16
-            return self.head(hidden).squeeze(-1)
+        hidden = output.last_hidden_state[:, -batch.mask.shape[1] - 1 :]
+        return without_autocast(self.head, hidden).squeeze(-1)
 
 
 class Models(nn.Module):
@@ -235,11 +215,8 @@ def take(batch: Any, rows: Tensor) -> Any:
 
 
 def model_inputs(tokens: Tensor, attention: Tensor, past: Any = None, use_cache: bool = False) -> dict:
-    """Arguments for a model: tokens [B, T], the last T of S, and a mask [B, S] of what is not padding.
-
-    Positions do not count padding. `past` are the keys and values of all tokens but the last T.
-    """
-    positions = (attention.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+    """Arguments for a model: tokens [B, T], the last T of S, and a mask [B, S] of what is not padding."""
+    positions = (attention.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]  # padding is not counted
     inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions}
     return inputs | {"past_key_values": past, "use_cache": use_cache}
 
@@ -262,9 +239,8 @@ def generate(actor: nn.Module, task: Task, rows: list[dict], args: Args) -> tupl
             for t in range(args.max_response_length):
                 output = actor(**model_inputs(new, attention, past, use_cache=True), logits_to_keep=1)
                 past = output.past_key_values
-                log_policy = torch.log_softmax(output.logits[:, -1].float() / (args.temperature or 1), 1)
-                greedy = log_policy.argmax(1, keepdim=True)
-                new = torch.multinomial(log_policy.exp(), 1) if args.temperature > 0 else greedy
+                log_policy = torch.log_softmax(output.logits[:, -1].float() / max(args.temperature, 1e-6), 1)
+                new = torch.multinomial(log_policy.exp(), 1)
                 responses[part, t], mask[part, t] = new.squeeze(1), active
                 log_probs[part, t] = log_policy.gather(1, new).squeeze(1)
                 attention = torch.cat([attention, active.unsqueeze(1)], 1)
@@ -276,39 +252,35 @@ def generate(actor: nn.Module, task: Task, rows: list[dict], args: Args) -> tupl
 
 
 class TokenLogProbs(torch.autograd.Function):
-    """log π [B, S] of tokens [B, S] from their logits [B, S, V], which are divided by the temperature.
+    """log π [B, S] of tokens [B, S, 1] from their logits [B, S, V], which are divided by the temperature.
 
-    For large vocabularies, logits take most of the memory. Softmax is computed for some tokens at a time, and
-    the gradient, 1(v = token) - π(v), takes the place of the logits: so they are there once.
+    For large vocabularies, logits take most of the memory. They are there once: softmax is computed for one
+    response at a time, and in the backward pass their gradient, 1(v = token) - π(v), takes their place.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-        chunks = logits.flatten(0, 1).split(1024)
-        log_z = torch.cat([(chunk / temperature).logsumexp(1) for chunk in chunks]).view(tokens.shape)
+        log_z = torch.stack([(row / temperature).logsumexp(1, keepdim=True) for row in logits])
         ctx.save_for_backward(logits, tokens, log_z)
         ctx.temperature = temperature
-        return logits.gather(2, tokens.unsqueeze(2)).squeeze(2) / temperature - log_z
+        return (logits.gather(2, tokens) / temperature - log_z).squeeze(2)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         logits, tokens, log_z = ctx.saved_tensors
+        policy = logits.div_(ctx.temperature).sub_(log_z).exp_()
         gradient = gradient.unsqueeze(2) / ctx.temperature
-        policy = logits.div_(ctx.temperature).sub_(log_z.unsqueeze(2)).exp_()
-        return policy.mul_(-gradient).scatter_add_(2, tokens.unsqueeze(2), gradient), None, None
+        return policy.mul_(-gradient).scatter_add_(2, tokens, gradient), None, None
 
 
 def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> Tensor:
-    """log π [B, L] of the responses' tokens.
-
-    Logits are divided by the temperature, because the policy that acts is the one with this temperature.
-    """
+    """log π [B, L] of the responses' tokens, where π is the policy that acts, with its temperature."""
     tokens = torch.cat([batch.prompts, batch.responses], 1)
     attention = torch.cat([batch.prompt_mask, batch.mask], 1)
     length = batch.mask.shape[1]
     output = model(**model_inputs(tokens, attention), logits_to_keep=length + 1)
     logits = output.logits.float()  # of the last tokens, or of all; not sliced, which would take memory
-    following = F.pad(tokens[:, 1:], (0, 1))[:, -logits.shape[1] :]
+    following = F.pad(tokens[:, 1:], (0, 1))[:, -logits.shape[1] :].unsqueeze(2)
     return TokenLogProbs.apply(logits, following, temperature)[:, -length - 1 : -1]
 
 
@@ -332,9 +304,7 @@ def check_sampling(difference: Tensor, mask: Tensor) -> dict[str, float]:
     """Metrics of the difference [B, L] between log π in sampling and in learning: it must be rounding."""
     average, largest = masked_mean(difference.abs(), mask).item(), (difference.abs() * mask).max().item()
     if average > 0.5:
-        raise FloatingPointError(
-            f"log π of sampling and learning differ by {average:.2f}: no past_key_values?"
-        )
+        raise FloatingPointError(f"log π differs by {average:.2f} from sampling: no past_key_values?")
     name = "sampling/sampling_logp_difference"
     return {f"{name}/mean": average, f"{name}/max": largest}
 
@@ -383,9 +353,8 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
         r_t = -β kl_t, plus the score at the last token
 
     PPO then maximises J = E[score] - β KL(π ‖ π_ref), as the expectation of Σ_t kl_t is the KL divergence.
-    This holds for this estimator, k1 of [KL], and only in the reward. With k3 instead, which is never
-    negative, the gradient is not J's, and training ends elsewhere. In the loss, any estimator per token
-    ignores the token's effect on the KL of later ones.
+    This holds for this estimator only, k1 of [KL]: k3 in the reward has another gradient. In the loss, any
+    estimator per token ignores the token's effect on the KL of later ones.
     """
     rewards = -kl_coef * kl * mask
     return rewards.scatter_add(1, mask.sum(1, keepdim=True) - 1, scores.unsqueeze(1))
@@ -417,7 +386,6 @@ class Batch(NamedTuple):
     responses: Tensor  # [B, L]
     mask: Tensor  # [B, L]
     log_probs: Tensor  # [B, L], log π_old
-    values: Tensor  # [B, L], V_old
     advantages: Tensor  # [B, L]
     returns: Tensor  # [B, L]
 
@@ -425,9 +393,8 @@ class Batch(NamedTuple):
 def ppo_loss(models: Models, batch: Batch, num_tokens: Tensor, args: Args) -> tuple[Tensor, dict]:
     """The loss to minimise ([PPO], equation 9, negated; no entropy bonus), and metrics.
 
-    They are sums divided by `num_tokens`, the number of the whole minibatch's tokens: results of its parts
-    and processes add up to means. As actor and critic are separate networks with learning rates of their own,
-    their losses need no weights.
+    They are sums divided by the whole minibatch's number of tokens: those of its parts add up to means. The
+    losses need no weights, as actor and critic are separate networks with learning rates of their own.
     """
     log_probs = token_log_probs(models.actor, batch, args.temperature)
     log_ratio = (log_probs - batch.log_probs) * batch.mask
@@ -438,16 +405,12 @@ def ppo_loss(models: Models, batch: Batch, num_tokens: Tensor, args: Args) -> tu
 
     values = models.critic(batch)[:, :-1]
     value_loss = 0.5 * (values - batch.returns).square()
-    if args.clip_vloss:  # the larger of the losses of the value and of the value clipped to V_old ± ε
-        clipped_values = batch.values + (values - batch.values).clamp(-args.clip_coef, args.clip_coef)
-        value_loss = torch.max(value_loss, 0.5 * (clipped_values - batch.returns).square())
 
     metrics = {
         "loss/policy_avg": policy_loss,
         "loss/value_avg": value_loss,
         "policy/approxkl_avg": 0.5 * log_ratio.square(),
-        "clip_ratio/low_mean": (ratio < 1 - args.clip_coef) & (batch.advantages < 0),  # their gradient is 0
-        "clip_ratio/high_mean": (ratio > 1 + args.clip_coef) & (batch.advantages > 0),
+        "policy/clipfrac_avg": ratio * batch.advantages > clipped_ratio * batch.advantages,  # no gradient
     }
     means = {name: (x.detach() * batch.mask).sum() / num_tokens for name, x in metrics.items()}
     return ((policy_loss + value_loss) * batch.mask).sum() / num_tokens, means
@@ -471,7 +434,7 @@ def collect(models: Models, task: Task, args: Args) -> tuple[Batch, dict, dict]:
     kl = (log_probs - ref_log_probs) * mask
     rewards_per_token = token_rewards(scores, kl, mask, args.kl_coef)
     advantages, returns = compute_gae(rewards_per_token, values, mask, args.gae_lambda)
-    batch = Batch(*responses, log_probs, values, whiten(advantages, mask), returns)
+    batch = Batch(*responses, log_probs, whiten(advantages, mask), returns)
 
     means = {f"rewards/{name}": values for name, values in rewards.items()} | {
         "reward": scores,
@@ -482,7 +445,6 @@ def collect(models: Models, task: Task, args: Args) -> tuple[Batch, dict, dict]:
     }
     error, spread = (masked_mean((x - masked_mean(x, mask)).square(), mask) for x in (advantages, returns))
     metrics = {name: mean(values) for name, values in means.items()} | {
-        "objective/kl_coef": args.kl_coef,
         "entropy": -masked_mean(log_probs, mask).item(),  # an estimate, in nats per token
         "val/explained_variance": 1 - (error / (spread + 1e-8)).item(),
     }
@@ -494,7 +456,7 @@ def collect(models: Models, task: Task, args: Args) -> tuple[Batch, dict, dict]:
 def update(models: Models, optimizer: Adam, batch: Batch, args: Args) -> dict[str, float]:
     """Learn from a batch: K epochs of gradient steps on shuffled minibatches. Returns the mean metrics.
 
-    A minibatch's gradient is summed over micro-batches and processes: their number does not matter.
+    A minibatch's gradient is the sum of those of its micro-batches, over all processes.
     """
     sums: dict[str, Tensor] = {}  # of metrics, still as tensors: reading them would wait for the GPU
     for _ in range(args.update_epochs):
@@ -520,12 +482,8 @@ def update(models: Models, optimizer: Adam, batch: Batch, args: Args) -> dict[st
 
 
 def train(args: Args, task: Task | None = None) -> Path:
-    """PPO ([PPO], Algorithm 1) from human feedback. Returns the checkpoint's path.
-
-    With --model, the task is what `load_task` returns. Raises `ValueError` for invalid settings.
-    """
+    """PPO ([PPO], Algorithm 1) from human feedback. Returns the checkpoint's path."""
     check_args(args)
-    args = replace(args)  # β may be adapted
     if args.device == "cuda":  # each process has a GPU
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     torch.manual_seed(args.seed)
@@ -533,36 +491,30 @@ def train(args: Args, task: Task | None = None) -> Path:
     networks = models.actor, models.critic
     groups = [[p for p in network.parameters() if p.requires_grad] for network in networks]
     optimizer = Adam([{"params": group} for group in groups], fused=True)
-    connect(models)
+    connect(models, args)  # after Adam is made: what it imports would keep the connection open at exit
     episodes = restore(args.resume, models, optimizer) if args.resume else 0
     run = Run(args, models, optimizer, task, episodes)
-    try:
-        while episodes < args.total_episodes:
-            torch.manual_seed(10**9 * args.seed + episodes + RANK)  # a resumed run draws the same numbers
-            metrics = {}
-            if episodes // args.batch_size % args.eval_every == 0:
-                run.save()
-                metrics = evaluate(models, task, args)
+    while episodes < args.total_episodes:
+        torch.manual_seed(10**9 * args.seed + episodes + RANK)  # a resumed run draws the same numbers
+        metrics = {}
+        if episodes // args.batch_size % args.eval_every == 0:
+            run.save(episodes)
+            metrics = evaluate(models, task, args)
+        try:
             batch, batch_metrics, samples = collect(models, task, args)
-            remaining = 1 - episodes / args.total_episodes
-            rates = {"lr": args.learning_rate * remaining, "critic_lr": args.critic_learning_rate * remaining}
-            for group, rate in zip(optimizer.param_groups, rates.values(), strict=True):
-                group["lr"] = rate
-            metrics |= batch_metrics | update(models, optimizer, batch, args) | rates
-            if args.kl_target:  # [Ziegler], §2.2
-                error = metrics["objective/kl"] / args.kl_target - 1
-                args.kl_coef *= 1 + 0.1 * min(max(error, -0.2), 0.2)
-            run.log(episodes, metrics, samples)
-            episodes += args.batch_size
-            run.snapshot(episodes)
-        run.log(episodes, evaluate(models, task, args), {})
-    except KeyboardInterrupt:
-        print("stopped", flush=True)
-    except Exception as error:
-        error.add_note(f"to continue after the last whole iteration: --resume {run.path}")
-        raise
-    finally:
-        run.finish()
+        except BaseException:  # of a reward function, or Ctrl-C; an update that is interrupted is not saved
+            run.save(episodes)
+            raise
+        remaining = 1 - episodes / args.total_episodes
+        rates = {"lr": args.learning_rate * remaining, "critic_lr": args.critic_learning_rate * remaining}
+        for group, rate in zip(optimizer.param_groups, rates.values(), strict=True):
+            group["lr"] = rate
+        metrics |= batch_metrics | update(models, optimizer, batch, args) | rates
+        run.log(episodes, metrics, samples)
+        episodes += args.batch_size
+    run.save(episodes)
+    run.log(episodes, evaluate(models, task, args), {})
+    run.finish()
     return run.path
 
 
@@ -602,12 +554,10 @@ def tokenize(task: Task, rows: list[dict], texts: list[str], args: Args) -> Resp
 
 def call_reward(name: str, function: Callable, rows: list[dict], texts: list[str]) -> Tensor:
     """Rewards [B] of B responses by a function. Raises `ValueError` if they are not B finite numbers."""
-    try:
-        rewards = torch.as_tensor(function(rows, texts), dtype=torch.float32, device="cpu")
-    except Exception as error:
-        raise ValueError(f"{name} failed for {len(texts)} responses: {error!r}") from error
+    results = function(rows, texts)
+    rewards = torch.as_tensor([] if results is None else results, dtype=torch.float32, device="cpu")
     if rewards.shape != (len(texts),) or not rewards.isfinite().all():
-        raise ValueError(f"{name} must return {len(texts)} finite numbers, not {rewards.tolist()}")
+        raise ValueError(f"{name} must return {len(texts)} finite numbers, not {results}")
     return rewards
 
 
@@ -628,16 +578,12 @@ def autocast(args: Args) -> torch.autocast:
     return torch.autocast(args.device.partition(":")[0], torch.bfloat16, enabled=args.bfloat16)
 
 
-def connect(models: Models) -> None:
-    """Connect the processes that torchrun started: all start with the same weights.
-
-    Only after Adam is made: what it imports would keep the connection open at exit.
-    """
+def connect(models: Models, args: Args) -> None:
+    """Connect the processes that torchrun started, and give all of them the weights of the first."""
     models.eval()  # no dropout: with it, the first ratio would not be 1
     if PROCESSES > 1:
-        tensors = models.state_dict().values()
-        dist.init_process_group("nccl" if any(tensor.is_cuda for tensor in tensors) else "gloo")
-        for tensor in tensors:
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        for tensor in models.state_dict().values():
             dist.broadcast(tensor, 0)
 
 
@@ -660,18 +606,15 @@ WORDS += [*TONES, *PRODUCTS, *sorted({word for words in PRODUCTS.values() for wo
 
 
 class WordTokenizer:
-    """A token for each word, with the interface of transformers' tokenizers."""
+    """A token for each of WORDS, with the interface of transformers' tokenizers."""
 
     bos_token_id, eos_token_id = None, 1
 
-    def __init__(self, words: list[str]):
-        self.words = words
-
     def encode(self, text: str) -> list[int]:
-        return [self.words.index(word) for word in text.split()]
+        return [WORDS.index(word) for word in text.split()]
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
-        return " ".join(self.words[i] for i in tokens if not (skip_special_tokens and i == self.eos_token_id))
+        return " ".join(WORDS[i] for i in tokens if not (skip_special_tokens and i == self.eos_token_id))
 
 
 def make_reviews(args: Args) -> tuple[Models, Task]:
@@ -682,7 +625,7 @@ def make_reviews(args: Args) -> tuple[Models, Task]:
         for tone in TONES:
             for request in (f"{tone} the {product} :", f"please {tone} the {product} :"):
                 rows.append({"prompt": request, "tone": tone, "product": product})
-    actor, tokenizer = GPT(len(WORDS)).to(args.device), WordTokenizer(WORDS)
+    actor, tokenizer = GPT(len(WORDS)).to(args.device), WordTokenizer()
     task = Task(tokenizer, [tokenizer.eos_token_id], rows, 10 * rows, {})
     if not args.resume:
         learn_to_write(actor, task, write_review, 3e-3, args)
@@ -785,10 +728,7 @@ def fit(network: nn.Module, compute_loss: Callable, steps: int, learning_rate: f
 
 
 def load_task(args: Args) -> Task:
-    """The tokenizer, the prompts and the reward functions that the flags name, but no stop tokens yet.
-
-    Raises `ValueError` for prompts and functions that cannot be right. Functions are tried on no responses.
-    """
+    """The task that the flags name, still without stop tokens. Raises `ValueError` for wrong prompts."""
     from transformers import AutoConfig, AutoTokenizer
 
     functions = {name: pkgutil.resolve_name(name) for name in args.reward_function}
@@ -799,8 +739,6 @@ def load_task(args: Args) -> Task:
     prompts, held_out = (read_rows(file, tokenizer, longest) if file else [] for file in files)
     if 0 < len(held_out) < PROCESSES:
         raise ValueError(f"{args.eval_prompts} has fewer prompts than there are processes")
-    for name, function in functions.items():
-        call_reward(name, function, prompts[:2], [""] * len(prompts[:2]))
     return Task(tokenizer, [], prompts, held_out, functions)
 
 
@@ -823,6 +761,8 @@ def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
     """The models that the flags name, and the task with their stop tokens."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+    for reward_name, function in task.reward_functions.items():  # tried before anything is loaded
+        call_reward(reward_name, function, task.prompts[:1] * 2, ["", ""])
     folder = Path(args.model or "").resolve()  # adapters name it, wherever they are loaded
     name = str(folder) if folder.exists() else args.model
     reference = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).requires_grad_(False)
@@ -866,9 +806,9 @@ def make_trainable(frozen: nn.Module, args: Args, task_type: str | None = None) 
 
 
 def use_bfloat16(trained: Any, frozen: Any) -> None:
-    """Round frozen matrices to bfloat16, as autocast would; last layers, which give logits, are in float32.
+    """Round frozen matrices to bfloat16 as autocast does, so that a network and its frozen copy are equal.
 
-    So a network and its frozen copy have the same outputs. Embeddings and norms are not rounded by autocast.
+    Last layers, which give logits, compute in float32: in bfloat16, numbers from 16 to 32 are 1/8 apart.
     """
     heads = [network.get_output_embeddings() for network in (trained, frozen)]
     for module in frozen.modules():
@@ -879,7 +819,7 @@ def use_bfloat16(trained: Any, frozen: Any) -> None:
 
 
 def without_autocast(forward: Callable, hidden: Tensor) -> Tensor:
-    """Call a layer in float32. In bfloat16, numbers from 16 to 32 would be 1/8 apart."""
+    """Call a layer in float32."""
     with torch.autocast(hidden.device.type, enabled=False):
         return forward(hidden.float())
 
@@ -899,20 +839,14 @@ class Run:
         self.start_time, self.start, self.last_print = time.monotonic(), episodes, 0.0
         if RANK > 0:
             return
-        self.snapshot(episodes)
         folder = self.path.parent
         if args.track:
             import wandb
 
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
-            wandb.init(**names, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
-        ends = " ".join(task.tokenizer.decode([token]) for token in task.stop_tokens)
-        print(f"{args.total_episodes:,.0f} responses in batches of {args.batch_size:,}, seed {args.seed}")
-        print(f"length     at most {args.max_response_length} tokens; end tokens: {ends or 'none'}")
-        print(f"update     {args.update_epochs} epochs x {args.num_minibatches} minibatches per batch")
-        print(f"folder     {folder}", flush=True)
-        if args.resume:
-            print(f"resumed    after {episodes:,} of {args.total_episodes:,.0f} responses")
+            wandb.init(name=folder.name, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
+        stop_tokens = [task.tokenizer.decode([token]) for token in task.stop_tokens] or "none"
+        print(f"{args.total_episodes:,.0f} responses, seed {args.seed}, stop tokens: {stop_tokens}")
+        print(f"checkpoint {self.path}, curves: tensorboard --logdir runs", flush=True)
         self.writer = SummaryWriter(str(folder), purge_step=episodes)
         rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
@@ -923,25 +857,17 @@ class Run:
             kept = [line + "\n" for line in lines if json.loads(line)["episodes"] < episodes]
             self.completions.write_text("".join(kept), encoding="utf-8")
 
-    def snapshot(self, episodes: int) -> None:
-        """Copy to the CPU what was learnt: if the next iteration is interrupted, this is what is saved."""
-        if RANK > 0:
-            return
-        named, optimizer = self.models.named_parameters(), self.optimizer.state_dict()
-        weights = {name: p.detach() for name, p in named if p.requires_grad or not self.args.model}
-        content = {"args": asdict(self.args), "episodes": episodes, "weights": weights}
-        content |= {"optimizer": optimizer}
-        self.content = tree_map(lambda x: x.to("cpu", copy=True) if isinstance(x, Tensor) else x, content)
-
-    def save(self) -> None:
+    def save(self, episodes: int) -> None:
         """Write a checkpoint and the model. Until the checkpoint is complete, the previous one stays."""
         if RANK > 0:
             return
         self.writer.flush()  # first, so that the curves have no gap where training resumes
-        torch.save(self.content, self.path.with_suffix(".tmp"))
+        named = self.models.named_parameters()
+        weights = {name: p.detach() for name, p in named if p.requires_grad or not self.args.model}
+        content = {"args": asdict(self.args), "episodes": episodes, "weights": weights}
+        torch.save(content | {"optimizer": self.optimizer.state_dict()}, self.path.with_suffix(".tmp"))
         self.path.with_suffix(".tmp").replace(self.path)
         if self.args.model:
-            self.models.load_state_dict(self.content["weights"], strict=False)  # after an interrupted update
             self.models.actor.save_pretrained(self.path.parent / "model")
             self.task.tokenizer.save_pretrained(self.path.parent / "model")
 
@@ -956,27 +882,20 @@ class Run:
                 sample = {"episodes": episodes} | dict(zip(samples, values, strict=True))
                 file.write(json.dumps(sample, ensure_ascii=False) + "\n")
         shown = [f"{name} {value:.3g}" for name, value in metrics.items() if name in SHOWN or "eval/" in name]
-        now, done = time.monotonic(), episodes - self.start
+        now, done = time.monotonic(), episodes + self.args.batch_size - self.start
         if now - self.last_print < 5 and "eval/" not in " ".join(shown):
             return
         self.last_print = now
-        if done:
-            minutes = (now - self.start_time) / done * (self.args.total_episodes - episodes) / 60
-            shown.append(f"{minutes:.0f} min left")
-        print(f"{episodes:>9,} responses", *shown, sep="  ", flush=True)
+        minutes = (now - self.start_time) / done * (self.args.total_episodes - episodes) / 60
+        print(f"{episodes:>9,} responses  {minutes:.0f} min left", *shown, sep="  ", flush=True)
         if samples:
             prompt, response = str(samples["row"][0]["prompt"])[-200:], samples["response"][0][-200:]
             print(f"{'':10}{prompt!r} -> {response!r}, reward {samples['reward'][0]:.3g}", flush=True)
 
     def finish(self) -> None:
-        """Save, close the log, and say how to continue."""
-        self.save()
+        """Close the log and the connections of processes."""
         if RANK == 0:
             self.writer.close()
-            names = self.args.reward_function
-            functions = f" --reward-function {' '.join(names)}" if names else ""
-            print("curves     tensorboard --logdir runs")
-            print(f"resume     python {sys.argv[0]} --resume {self.path}{functions}", flush=True)
         if PROCESSES > 1:
             dist.destroy_process_group()
 
@@ -985,12 +904,9 @@ def load_checkpoint(path: str) -> tuple[Args, dict]:
     """The settings and the whole content of a checkpoint. Raises `ValueError` for any other file."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-        known = {name: value for name, value in content["args"].items() if hasattr(Args, name)}
-        if len(content["optimizer"]["param_groups"]) != NETWORKS:
-            raise LookupError
-        return Args(**known), content
-    except (pickle.UnpicklingError, EOFError, RuntimeError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is not a checkpoint of this script") from error
+        return Args(**content["args"]), content
+    except Exception as error:
+        raise ValueError(f"{path} is not a checkpoint of this version of this script: {error!r}") from error
 
 
 def restore(path: str, models: Models, optimizer: Adam) -> int:
@@ -1003,28 +919,18 @@ def restore(path: str, models: Models, optimizer: Adam) -> int:
 
 def check_args(args: Args) -> None:
     """Raise `ValueError` for invalid settings."""
-    sizes: list[float] = [args.batch_size, args.update_epochs, args.num_minibatches, args.eval_every]
-    sizes += [args.micro_batch_size, args.generation_batch_size, args.max_response_length]
-    rates = args.learning_rate, args.critic_learning_rate, args.kl_coef
     judged = args.reward_model or args.reward_function
-    devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     for wrong, reason in [
-        (args.seed < 0 or min(rates) < 0, "--seed, learning rates and --kl-coef must not be negative"),
-        (min(*sizes, args.total_episodes) < 1, "sizes and numbers must be at least 1"),
+        (args.temperature <= 0 or min(args.learning_rate, args.critic_learning_rate, args.kl_coef) < 0,
+         "--temperature must be above 0, and learning rates and --kl-coef not below"),
         (args.batch_size % (args.num_minibatches * PROCESSES),
          "--batch-size must be a multiple of --num-minibatches x processes"),
-        (args.temperature <= 0, "--temperature must be above 0"),
-        (not 0 <= args.gae_lambda <= 1, "--gae-lambda must be from 0 to 1"),
-        (args.model and not (args.prompts and judged),
-         "--model needs --prompts, and --reward-model or --reward-function"),
-        (not args.model and (args.prompts or judged or args.lora_rank),
-         "--prompts, --reward-model, --reward-function and --lora-rank need --model"),
-        (not args.model and args.max_response_length > 24, "--max-response-length above 24 needs --model"),
+        (len({bool(args.model), bool(args.prompts), bool(judged)}) > 1,
+         "--model needs --prompts and a --reward-model or --reward-function; and the other way around"),
+        (not args.model and (args.lora_rank or args.bfloat16 or args.max_response_length > 24),
+         "--lora-rank, --bfloat16 and a --max-response-length above 24 need --model"),
         (args.model and Path(args.model, "adapter_config.json").exists(),
          f"{args.model} is an adapter: merge it first, as docs/language_models.md shows"),
-        (args.lora_rank and not find_spec("peft"), "--lora-rank needs: pip install peft"),
-        (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
-        (not devices.get(args.device.split(":")[0]), f"--device {args.device} is not there; use cpu"),
     ]:  # fmt: skip
         if wrong:
             raise ValueError(reason)
@@ -1041,8 +947,7 @@ def parse_args() -> Args:
         saved, _ = load_checkpoint(args.resume)
         args = parse(default=replace(saved, reward_function=(), track=False))
         if saved.reward_function and not args.reward_function:
-            names = " ".join(saved.reward_function)
-            raise ValueError(f"{args.resume} needs --reward-function {names}, if you trust it")
+            raise ValueError(f"{args.resume} needs --reward-function {' '.join(saved.reward_function)} again")
     return args
 
 

@@ -88,7 +88,7 @@ def make_model(folder: Path) -> None:
     for x, y in itertools.product(range(1, 100), range(10, 100)):  # two lengths, so prompts are padded
         rows.append({"prompt": " ".join(f"{x}+{y}="), "sum": x + y, "answer": spell(x + y)})
     task = grpo.Task(tokenizer, [tokenizer.eos_token_id], rows, [], {})
-    grpo.learn_to_write(actor, task, write_sum, 5e-3, grpo.Args())
+    grpo.learn_to_write(actor, task, write_sum, grpo.Args())
     actor.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -36,7 +36,7 @@ def main() -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     _, task = grpo.make_sums(grpo.Args(resume="so that nothing is learnt"))
-    grpo.learn_to_write(model, task._replace(tokenizer=tokenizer), grpo.write_sum, 5e-3, grpo.Args())
+    grpo.learn_to_write(model, task._replace(tokenizer=tokenizer), grpo.write_sum, grpo.Args())
     model.save_pretrained(folder / "llama-sums")
     tokenizer.save_pretrained(folder / "llama-sums")
     for name, rows in ("train", task.prompts), ("test", task.eval_prompts):

@@ -4,6 +4,7 @@ python tests/language_helpers.py ppo_rlhf FOLDER
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of the scripts
@@ -47,6 +48,13 @@ class Digits:
 
     def decode(self, tokens, skip_special_tokens=False):
         return " ".join(str(token) for token in tokens if not (skip_special_tokens and token == STOP))
+
+
+def learn_little(monkeypatch):
+    """Supervised models and reward models make two steps only."""
+    fit = rlhf.fit
+    monkeypatch.setattr(rlhf, "fit", lambda network, loss, _, rate, name: fit(network, loss, 2, rate, name))
+    monkeypatch.setattr(grpo, "learn_to_write", partial(grpo.learn_to_write, steps=2))
 
 
 def random_gpt(seed, vocabulary=4):
@@ -96,7 +104,7 @@ def random_batch(script, size=16, width=4, vocabulary=4):
             others = log_probs + 0.3 * noise[0], log_probs + 0.3 * noise[1], noise[2, :, 0]
         else:
             values = random_critic(3, vocabulary)(responses)[:, :-1]
-            others = log_probs + 0.3 * noise[0], values + 0.3 * noise[1], noise[2], values + noise[3]
+            others = log_probs + 0.3 * noise[0], noise[2], values + noise[3]
     return script.Batch(*responses, *others)
 
 
@@ -213,7 +221,7 @@ def share_of_an_update(script, folder):
         with torch.no_grad():  # weights are equal once the processes are connected
             for parameter in models.parameters():
                 parameter.add_(script.RANK)
-        script.connect(models)
+        script.connect(models, args)
     batch = random_batch(script)
     share = rows_of(batch, torch.arange(script.RANK, 16, script.PROCESSES))
     results = {

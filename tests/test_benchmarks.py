@@ -16,6 +16,7 @@ import experiments
 import figures
 import gymnasium as gym
 import language
+import language_helpers
 import language_report
 import numpy as np
 import optimum
@@ -205,11 +206,7 @@ def test_language_studies():
 @pytest.fixture
 def quick(monkeypatch):
     """Supervised models and reward models learn nothing."""
-    for script in (language.rlhf, language.grpo):
-        fit = script.fit
-        monkeypatch.setattr(
-            script, "fit", lambda network, loss, _, rate, name, fit=fit: fit(network, loss, 2, rate, name)
-        )
+    language_helpers.learn_little(monkeypatch)
     language.base_models.cache_clear()
     yield
     language.base_models.cache_clear()
@@ -277,7 +274,7 @@ def test_best_score_at_the_same_kl():
 
 def test_optimum_of_other_checkpoints(tmp_path):
     """Only those of ppo_rlhf.py on its reviews are accepted."""
-    for settings in ({"model": "gpt2", "kl_target": None}, {"model": None}):  # the second is of grpo.py
+    for settings in ({"model": "gpt2", "missing_eos_penalty": 0.0}, {"model": None}):  # or grpo.py
         torch.save({"args": settings}, tmp_path / "checkpoint.pt")
         with pytest.raises(ValueError, match="only these can be enumerated"):
             optimum.load(tmp_path / "checkpoint.pt")

@@ -3,6 +3,7 @@
 What the scripts have in common is the same text in both (tools/copies.py), and is tested in ppo_rlhf.py.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import combinations_with_replacement, pairwise, product
+from itertools import combinations_with_replacement, product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -84,7 +85,7 @@ def expected_ppo_gradient(everything, estimator=lambda kl: kl, learn_stop=True):
         advantages = advantages * sequence_log_probs(actor, batch).exp().unsqueeze(1)
     if not learn_stop:
         advantages = advantages * (batch.responses != STOP)
-    learnt = rlhf.Batch(*batch, log_probs, values, advantages, returns)
+    learnt = rlhf.Batch(*batch, log_probs, advantages, returns)
     models = rlhf.Models(actor, critic, reference, None)
     return -gradient(rlhf.ppo_loss(models, learnt, torch.tensor(1), args)[0], actor)
 
@@ -218,47 +219,43 @@ def test_grpo_loss_token_by_token(kl_in):
         ratio, log_x = math.exp(log_ratio), (batch.ref_log_probs - log_probs)[i, t].item()
         token_loss = -min(ratio * advantage, min(max(ratio, 0.9), 1.25) * advantage)
         token_loss += BETA * (math.exp(log_x) - 1 - log_x) * (kl_in == "loss")
-        clips = ratio < 0.9 and advantage < 0, ratio > 1.25 and advantage > 0
-        rows.append([token_loss, *clips, log_ratio**2 / 2])
+        is_clipped = (ratio < 0.9 and advantage < 0) or (ratio > 1.25 and advantage > 0)
+        rows.append([token_loss, is_clipped, log_ratio**2 / 2])
     expected = np.mean(rows, 0)
     assert loss.item() == pytest.approx(expected[0], abs=1e-5)
-    names = ["loss/policy_avg", "clip_ratio/low_mean", "clip_ratio/high_mean", "policy/approxkl_avg"]
+    names = ["loss/policy_avg", "policy/clipfrac_avg", "policy/approxkl_avg"]
     assert [metrics[name].item() for name in names] == pytest.approx(expected, abs=1e-5)
     assert expected[1:].all()
 
 
-@pytest.mark.parametrize("clip_vloss", [False, True])
-def test_ppo_loss_token_by_token(clip_vloss):
+def test_ppo_loss_token_by_token():
     """The loss and the metrics, one token after the other."""
-    args = rlhf.Args(clip_coef=0.3, clip_vloss=clip_vloss)
+    args = rlhf.Args(clip_coef=0.3)
     batch, models = random_batch(rlhf), new_models(rlhf)
     log_probs, values = rlhf.token_log_probs(models.actor, batch, 1.0), models.critic(batch)
     loss, metrics = rlhf.ppo_loss(models, batch, batch.mask.sum(), args)
     rows = []
     for i, t in batch.mask.nonzero().tolist():
         advantage, log_ratio = batch.advantages[i, t].item(), (log_probs - batch.log_probs)[i, t].item()
-        ratio, value, old = math.exp(log_ratio), values[i, t].item(), batch.values[i, t].item()
+        ratio = math.exp(log_ratio)
         policy_loss = -min(ratio * advantage, min(max(ratio, 0.7), 1.3) * advantage)
-        candidates = [value, old + min(max(value - old, -0.3), 0.3)][: 1 + clip_vloss]
-        value_loss = max((candidate - batch.returns[i, t].item()) ** 2 / 2 for candidate in candidates)
-        clips = ratio < 0.7 and advantage < 0, ratio > 1.3 and advantage > 0
-        rows.append([policy_loss, value_loss, log_ratio**2 / 2, *clips])
-    names = ["loss/policy_avg", "loss/value_avg", "policy/approxkl_avg"]
-    names += ["clip_ratio/low_mean", "clip_ratio/high_mean"]
+        value_loss = (values[i, t].item() - batch.returns[i, t].item()) ** 2 / 2
+        is_clipped = (ratio < 0.7 and advantage < 0) or (ratio > 1.3 and advantage > 0)
+        rows.append([policy_loss, value_loss, log_ratio**2 / 2, is_clipped])
+    names = ["loss/policy_avg", "loss/value_avg", "policy/approxkl_avg", "policy/clipfrac_avg"]
     assert [metrics[name].item() for name in names] == pytest.approx(np.mean(rows, 0), rel=1e-4)
     assert loss.item() == pytest.approx(sum(np.mean(rows, 0)[:2]), rel=1e-4)
 
 
-@both
-def test_log_probs_and_their_gradient(script):
-    """Those of log_softmax, for more tokens than are computed at a time."""
+def test_log_probs_and_their_gradient():
+    """Those of log_softmax."""
     torch.manual_seed(0)
     tokens, weights = torch.randint(5, (3, 700)), torch.randn(3, 700)
     logits = (3 * torch.randn(3, 700, 5)).requires_grad_(True)
     log_policy = torch.log_softmax(logits / 0.6, 2)
     expected = log_policy.gather(2, tokens.unsqueeze(2)).squeeze(2)
     (gradient,) = torch.autograd.grad((weights * expected).sum(), logits)
-    log_probs = script.TokenLogProbs.apply(logits.clone(), tokens, 0.6)
+    log_probs = rlhf.TokenLogProbs.apply(logits.clone(), tokens.unsqueeze(2), 0.6)
     torch.testing.assert_close(log_probs, expected)
     torch.testing.assert_close(torch.autograd.grad((weights * log_probs).sum(), logits)[0], gradient)
 
@@ -413,16 +410,15 @@ def test_sampling(script, temperature):
     assert not torch.equal(batch.responses[:700], batch.responses[700:1400])
 
 
-@both
-def test_texts_and_tokens(script):
+def test_texts_and_tokens():
     """`tokenize` gives prompts on the right and responses that end with a stop token, cut off; and back."""
-    task, args = make_task(["2 3", "3"], script), script.Args(max_response_length=4)
-    batch = script.tokenize(task, task.prompts, ["0 2", "2 2 2 2 2"], args)
+    task, args = make_task(["2 3", "3"]), rlhf.Args(max_response_length=4)
+    batch = rlhf.tokenize(task, task.prompts, ["0 2", "2 2 2 2 2"], args)
     assert batch.prompts.tolist() == [[2, 3], [0, 3]]
     assert batch.prompt_mask.tolist() == [[True, True], [False, True]]
     assert batch.responses.tolist() == [[0, 2, STOP, 0], [2, 2, 2, 2]]
     assert batch.mask.tolist() == [[True, True, True, False], [True] * 4]
-    assert script.decode(task.tokenizer, batch) == ["0 2", "2 2 2 2"]
+    assert rlhf.decode(task.tokenizer, batch) == ["0 2", "2 2 2 2"]
 
 
 # Collecting and learning
@@ -496,7 +492,7 @@ def test_collect(script, temperature):
         np.testing.assert_allclose(batch.advantages[batch.mask], whitened, atol=1e-4)
         np.testing.assert_allclose(batch.returns[batch.mask], returns, atol=1e-4)
         special = {
-            "objective/rlhf_reward": (scores - 0.25 * kl).mean(), "objective/kl_coef": 0.25,
+            "objective/rlhf_reward": (scores - 0.25 * kl).mean(),
             "val/explained_variance": 1 - np.var(advantages) / np.var(returns),
         }  # fmt: skip
     else:
@@ -508,7 +504,7 @@ def test_collect(script, temperature):
         np.testing.assert_allclose(batch.advantages, expected.flatten(), atol=1e-4)
         assert all(len(set(map(tuple, prompts[i : i + 4]))) == 1 for i in range(0, 40, 4))
         torch.testing.assert_close(batch.ref_log_probs[batch.mask], ref_log_probs[batch.mask])
-        special = {"reward_std": scores.std(), "frac_reward_zero_std": flat_groups.mean()}
+        special = {"frac_reward_zero_std": flat_groups.mean()}
     expected = special | {
         "reward": scores.mean(), "objective/kl": kl.mean(), "completions/mean_length": np.mean(lengths),
         "completions/clipped_ratio": 1 - np.mean(stops), "entropy": -log_probs[batch.mask].mean().item(),
@@ -732,7 +728,7 @@ def test_gradient_checkpointing(folder, name, lora_rank):
         torch.manual_seed(1)
         args = real_args(rlhf, folder, name, gradient_checkpointing=checkpointing, lora_rank=lora_rank)
         models, _ = shared.pretrained(rlhf, args)
-        rlhf.connect(models)
+        rlhf.connect(models, args)
         layers = [module for module in models.actor.modules() if type(module).__name__.endswith("MLP")]
         for layer in layers:
             layer.register_forward_pre_hook(lambda *_: calls.append(0))
@@ -879,17 +875,18 @@ def test_rewards_completions_and_evaluation(script, folder, tmp_path, monkeypatc
 
 
 @both
-def test_an_interrupted_run_resumes_bit_for_bit(script, folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [KeyboardInterrupt, LookupError])
+def test_an_interrupted_run_resumes_bit_for_bit(script, error, folder, tmp_path, monkeypatch):
     """Weights, optimizer, curves and completions are those of a run that was not interrupted."""
-    more = {"kl_target": 0.02} if script is rlhf else {}
-    args = real_args(script, folder, total_episodes=160, num_minibatches=2, **more)
-    for name, interrupt_at in (("whole", None), ("parts", 6)):  # 6: after 3 iterations, and 2 evaluations
-        shared.CALLS.clear()
-        monkeypatch.setattr(shared, "interrupt_at", interrupt_at)
-        done = command(script, tmp_path / name, *words(script, args))
-        assert done.status == 0, done.err
+    args = real_args(script, folder, total_episodes=160, num_minibatches=2)
+    monkeypatch.setattr(shared, "stopped_by", error)
+    shared.CALLS.clear()
+    command(script, tmp_path / "whole", *words(script, args))
+    shared.CALLS.clear()
+    monkeypatch.setattr(shared, "interrupt_at", 6)  # after 3 iterations, and 2 evaluations
+    with contextlib.suppress(KeyboardInterrupt):
+        command(script, tmp_path / "parts", *words(script, args))
     whole, path = checkpoint_in(tmp_path / "whole"), checkpoint_in(tmp_path / "parts")
-    assert f"--resume {path.relative_to(tmp_path / 'parts')}" in done.out
     early = load(path)
     assert early["episodes"] == 96
     assert len(completions(path)) == 96
@@ -906,29 +903,17 @@ def test_an_interrupted_run_resumes_bit_for_bit(script, folder, tmp_path, monkey
             assert same(ours[name], theirs[name]), name
         assert curves(path.parent) == curves(whole.parent)
         assert completions(path) == completions(whole)
-    coefs = list(curves(path.parent).get("objective/kl_coef", {}).values())
-    kls = list(curves(path.parent)["objective/kl"].values())
-    for kl, (before, after) in zip(kls, pairwise(coefs), strict=False):
-        change = min(max(kl / 0.02 - 1, -0.2), 0.2)
-        assert after == pytest.approx(before * (1 + 0.1 * change), rel=1e-5)
-    assert script is grpo or len(set(coefs)) > 1
 
 
-@both
-def test_flags_override_saved_settings(script, folder, tmp_path):
+def test_flags_override_saved_settings(folder, tmp_path):
     """With --resume, a flag that is given counts, and the others are as they were."""
-    args = real_args(script, folder, total_episodes=32)
-    command(script, tmp_path, *words(script, args))
+    args = real_args(rlhf, folder, total_episodes=32)
+    command(rlhf, tmp_path, *words(rlhf, args))
     path = checkpoint_in(tmp_path)
     assert load(path)["args"] == vars(args)  # with the defaults of PRETRAINED
     changes = {"resume": str(path), "total_episodes": 64.0, "reward_function": ("language_helpers:vowels",)}
     changed = replace(args, **changes)
-    assert (
-        command(
-            script, tmp_path, *words(script, changed)[-4:], "--resume", path, "--total-episodes", 64
-        ).status
-        == 0
-    )
+    command(rlhf, tmp_path, *words(rlhf, changed)[-4:], "--resume", path, "--total-episodes", 64)
     assert load(path)["args"] == vars(changed)
     assert load(path)["episodes"] == 64
 
@@ -943,14 +928,14 @@ def untrained(script, where, **changes):
     models, task = script.make_reviews(args) if script is rlhf else script.make_sums(args)
     optimizer = torch.optim.Adam(shared.groups_of(script, models), fused=True)
     run = script.Run(args, models, optimizer, task, 0)
-    run.save()
+    run.save(0)
     return args
 
 
-@pytest.mark.parametrize(("script", "error"), [(rlhf, KeyboardInterrupt), (grpo, RuntimeError)])
-def test_an_interrupted_update_leaves_a_whole_iteration(script, error, tmp_path, monkeypatch):
-    """The checkpoint is the last iteration's; a resumed run ends as one that was not interrupted."""
-    more = {} if script is rlhf else {"kl_coef": 0.1}
+@both
+def test_an_interrupted_update_leaves_a_whole_iteration(script, tmp_path, monkeypatch):
+    """The checkpoint is that of the last evaluation; a resumed run ends as one that was not interrupted."""
+    more = {"eval_every": 1} if script is rlhf else {"eval_every": 1, "kl_coef": 0.1}
     whole, parts = (untrained(script, tmp_path / name, **more) for name in ("whole", "parts"))
     script.train(whole)
     take, calls = script.take, []
@@ -958,23 +943,17 @@ def test_an_interrupted_update_leaves_a_whole_iteration(script, error, tmp_path,
     def interrupting(batch, rows):
         calls.append(isinstance(batch, script.Batch))
         if sum(calls) == 7:  # of 4 in each iteration
-            raise error
+            raise KeyboardInterrupt
         return take(batch, rows)
 
     monkeypatch.setattr(script, "take", interrupting)
-    if error is KeyboardInterrupt:
+    with pytest.raises(KeyboardInterrupt):
         script.train(parts)
-    else:
-        with pytest.raises(RuntimeError) as raised:
-            script.train(parts)
-        assert f"--resume {parts.resume}" in raised.value.__notes__[0]
     assert load(parts.resume)["episodes"] == 32
     monkeypatch.setattr(script, "take", take)
     script.train(parts)
     for part in ("weights", "optimizer", "episodes"):
         assert same(load(whole.resume)[part], load(parts.resume)[part]), part
-    evaluation = curves(tmp_path / "parts/runs/built-in")["eval/gold" if script is rlhf else "eval/accuracy"]
-    assert list(evaluation) == [0, 96]
 
 
 def test_human_taste():
@@ -1113,7 +1092,7 @@ def test_torchrun(script, folder, tmp_path):
     command(script, tmp_path / "one", *words(script, args))
     (tmp_path / "two").mkdir()
     file = str(ROOT / f"{script.__name__}.py")
-    assert run_process(tmp_path / "two", *TORCHRUN, file, *words(script, args)).count("folder ") == 1
+    assert run_process(tmp_path / "two", *TORCHRUN, file, *words(script, args)).count("checkpoint ") == 1
     paths = [checkpoint_in(tmp_path / name) for name in ("one", "two")]
     assert load(paths[1])["episodes"] == load(paths[0])["episodes"]
     assert len(list(paths[1].parent.glob("events*"))) == 1
@@ -1162,14 +1141,13 @@ def test_truncated_responses_can_be_left_out():
     torch.testing.assert_close(batches[1].advantages, batches[0].advantages * ended)
 
 
-@both
-def test_sampling_must_agree_with_learning(script):
+def test_sampling_must_agree_with_learning():
     """A model that forgets in generation, as one without a cache does, stops the run."""
     difference, mask = torch.tensor([[0.1, -0.3, 9.0]]), torch.tensor([[True, True, False]])
-    metrics = script.check_sampling(difference, mask)
+    metrics = rlhf.check_sampling(difference, mask)
     assert list(metrics.values()) == pytest.approx([0.2, 0.3])
     with pytest.raises(FloatingPointError, match="past_key_values"):
-        script.check_sampling(5 * difference, mask)
+        rlhf.check_sampling(5 * difference, mask)
 
 
 @both
@@ -1177,8 +1155,7 @@ def test_a_device_is_never_mixed_with_another(script, tmp_path, monkeypatch):
     """The built-in task, and its evaluations, on a stand-in for a GPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    fit = script.fit
-    monkeypatch.setattr(script, "fit", lambda net, loss, _, rate, name: fit(net, loss, 2, rate, name))
+    shared.learn_little(monkeypatch)
 
     def reduce(x):  # as NCCL does
         assert x.device.type == "mps"
@@ -1204,13 +1181,6 @@ PROMPTS = [  # lines of a file of prompts, and what is said of them
     (['{"prompt": ""}'], "0 tokens"),
     (['{"prompt": "%s"}' % ("a" * 25)], "25 tokens"),
 ]
-FUNCTIONS = {  # reward functions
-    "nothing": "return None",
-    "columns": "return [[1.0] for _ in rows]",
-    "too_few": "return [1.0]",
-    "not_a_number": "return [float('nan') for _ in rows]",
-    "broken": "return [float(text) for text in responses]",
-}
 
 
 def refused(script, where, args, what, *more):
@@ -1234,12 +1204,15 @@ def test_wrong_prompts(lines, what, folder, tmp_path):
     assert len(grpo.load_task(args).prompts) == 1
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_wrong_reward_functions(name, folder, tmp_path, monkeypatch):
-    """They are tried before training, and named."""
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / f"judge_{name}.py").write_text(f"def f(rows, responses):\n    {FUNCTIONS[name]}\n")
-    refused(rlhf, tmp_path, real_args(rlhf, folder, reward_function=(f"judge_{name}:f",)), f"judge_{name}:f")
+@both
+@pytest.mark.parametrize("results", [None, [[1.0], [2.0]], [1.0], [1.0, math.nan]], ids=str)
+def test_wrong_reward_functions(script, results, folder, tmp_path):
+    """They are named before the model is loaded."""
+    args = real_args(script, folder)
+    task = script.load_task(args)._replace(reward_functions={"judge": lambda rows, texts: results})
+    args.model = str(tmp_path / "missing")
+    with pytest.raises(ValueError, match="judge must return 2 finite numbers"):
+        script.load_pretrained(args, task)
 
 
 @both
@@ -1258,27 +1231,30 @@ def test_wrong_files(script, folder, tmp_path):
 
 @both
 def test_wrong_checkpoints(script, tmp_path, capsys):
-    """The other script's, and one whose reward functions are not named again; a flag that is gone is fine."""
+    """The other script's, one of another version, and one whose reward functions are not named again."""
     other = untrained(grpo if script is rlhf else rlhf, tmp_path / "other").resume
     done = command(script, tmp_path, "--resume", other)
-    assert (done.status, "not a checkpoint of this script" in done.err) == (2, True)
+    assert (done.status, "not a checkpoint of this version" in done.err) == (2, True)
     own = untrained(script, tmp_path / "own").resume
     content = load(Path(own))
-    content["args"] |= {"reward_function": ("language_helpers:vowels",), "gone": 1}
+    content["args"]["reward_function"] = ("language_helpers:vowels",)
     torch.save(content, own)
     done = command(script, tmp_path, "--resume", own)
     assert (done.status, "--reward-function language_helpers:vowels" in done.err) == (2, True)
+    content["args"]["gone"] = 1
+    torch.save(content, own)
+    done = command(script, tmp_path, "--resume", own)
+    assert (done.status, "not a checkpoint of this version" in done.err) == (2, True)
 
 
-@both
-def test_start_and_end_tokens_of_prompts(script):
+def test_start_and_end_tokens_of_prompts():
     """A prompt has one start token, and no end token that the tokenizer appends."""
     tokenizer = SimpleNamespace(bos_token_id=0, eos_token_id=1, encode=lambda text: [0, *map(int, text), 1])
-    assert script.encode(tokenizer, "23") == [0, 2, 3]
-    assert script.encode(tokenizer, "023") == [0, 2, 3]
+    assert rlhf.encode(tokenizer, "23") == [0, 2, 3]
+    assert rlhf.encode(tokenizer, "023") == [0, 2, 3]
     tokenizer.encode = lambda text: list(map(int, text))
-    assert script.encode(tokenizer, "23") == [2, 3]
-    assert script.encode(tokenizer, "1") == [1]
+    assert rlhf.encode(tokenizer, "23") == [2, 3]
+    assert rlhf.encode(tokenizer, "1") == [1]
 
 
 @both
@@ -1301,7 +1277,6 @@ def test_an_adapter_can_be_merged(script, folder, tmp_path, monkeypatch):
 WRONG = [
     (rlhf, {"num_minibatches": 3}, "--batch-size"),
     (rlhf, {"temperature": 0.0}, "--temperature"),
-    (rlhf, {"gae_lambda": 1.5}, "--gae-lambda"),
     (rlhf, {"model": "x", "prompts": "y"}, "--reward-model or --reward-function"),
     (rlhf, {"model": "x", "reward_model": "y"}, "--prompts"),
     (rlhf, {"prompts": "y"}, "--model"),
@@ -1309,9 +1284,7 @@ WRONG = [
     (grpo, {"group_size": 3}, "--batch-size"),
     (grpo, {"temperature": 0.0}, "--temperature"),
     (grpo, {"kl_in": "loss"}, "--kl-coef"),
-    (grpo, {"micro_batch_size": 0}, "at least 1"),
     (grpo, {"learning_rate": -1.0}, "--learning-rate"),
-    (grpo, {"device": "gpu"}, "--device"),
     (grpo, {"max_response_length": 64}, "--max-response-length"),
     (grpo, {"resume": __file__}, "not a checkpoint"),
     (grpo, {"lora_rank": 4}, "--lora-rank"),
@@ -1333,3 +1306,10 @@ def test_wrong_settings(script, settings, name, folder, tmp_path):
     assert line.startswith(f"{script.__name__}.py: ")
     assert name in line
     assert not list(tmp_path.iterdir())
+
+
+@both
+def test_bfloat16_needs_a_model(script):
+    """The built-in networks would compute their logits in bfloat16."""
+    with pytest.raises(ValueError, match="--bfloat16"):
+        script.train(script.Args(bfloat16=True))

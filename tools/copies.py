@@ -41,10 +41,10 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "ppo_lstm.py": "mlp Agent Agent.__init__ Agent.policy Agent.value Batch State ppo_loss Rollout "
     "Rollout.__init__ collect_rollout make_batch distance_moved update adjust_coefficients train check_args "
     "ADVICE advise Run.__init__ Run.log load_policy evaluate",
-    "grpo.py": "PRETRAINED NETWORKS SHOWN ScalarModel ScalarModel.__init__ ScalarModel.forward Models "
+    "grpo.py": "PRETRAINED SHOWN ScalarModel ScalarModel.__init__ ScalarModel.forward Models "
     "Models.__init__ Task score whiten token_rewards compute_gae Batch ppo_loss collect update train "
-    "evaluate PRODUCTS (TONES,GOOD,BAD) WORDS make_reviews write_review human tastes learn_from_comparisons "
-    "load_pretrained check_args",
+    "evaluate PRODUCTS (TONES,GOOD,BAD) WORDS make_reviews write_review human tastes learn_to_write "
+    "learn_from_comparisons fit load_pretrained check_args",
 }
 
 
