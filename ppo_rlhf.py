@@ -52,6 +52,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
@@ -69,7 +70,7 @@ class Args:  # the trailing comments become --help
     seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
     resume: str | None = None  # resume from this checkpoint; other flags override its settings
     eval_every: int = 10  # iterations between evaluations; each writes a checkpoint and the model
-    track: bool = False  # mirror TensorBoard to Weights & Biases (needs wandb)
+    track: bool = False  # mirror TensorBoard to Weights & Biases, to its WANDB_PROJECT (needs wandb)
 
     # Task
     model: str | None = None  # folder or name of a transformers model; None is for the built-in reviews
@@ -101,6 +102,10 @@ class Args:  # the trailing comments become --help
     bfloat16: bool = False  # compute in bfloat16; log-probabilities and trained weights stay in float32
     gradient_checkpointing: bool = False  # save memory by computing activations twice
     lora_rank: int = 0  # train adapters of this rank on frozen weights (needs peft); 0 trains all weights
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():  # NumPy's numbers could not be loaded from a checkpoint
+            setattr(self, name, value.item() if isinstance(value, np.generic) else value)
 
 
 # The defaults with --model
@@ -512,6 +517,8 @@ def train(args: Args, task: Task | None = None) -> Path:
         metrics |= batch_metrics | update(models, optimizer, batch, args) | rates
         run.log(episodes, metrics, samples)
         episodes += args.batch_size
+        if time.monotonic() - run.last_save > 600:
+            run.save(episodes)
     run.save(episodes)
     run.log(episodes, evaluate(models, task, args), {})
     run.finish()
@@ -859,6 +866,7 @@ class Run:
 
     def save(self, episodes: int) -> None:
         """Write a checkpoint and the model. Until the checkpoint is complete, the previous one stays."""
+        self.last_save = time.monotonic()
         if RANK > 0:
             return
         self.writer.flush()  # first, so that the curves have no gap where training resumes
