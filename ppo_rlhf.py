@@ -843,7 +843,8 @@ class Run:
         name = re.sub(r"[^\w.-]+", "_", f"{name}__{datetime.now():%Y%m%d-%H%M%S-%f}")
         self.path = Path(args.resume or Path("runs", name, "checkpoint.pt"))
         self.completions = self.path.with_name("completions.jsonl")
-        self.start_time, self.start, self.last_print = time.monotonic(), episodes, 0.0
+        self.start_time = self.last_save = time.monotonic()
+        self.start, self.last_print = episodes, 0.0
         if RANK > 0:
             return
         folder = self.path.parent

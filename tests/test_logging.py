@@ -115,7 +115,7 @@ ROWS = [  # how the text begins, iterations, metrics that give it, changes of wh
     ("all episodes", 20, {"gain": 0.0}, [{"gain": 1e-3}, {"gain": np.nan}]),
     ("the return is lower", 10, {"gain": -0.6}, [{"gain": -0.4}, {"gain": np.nan}]),
     ("the return is lower", 10, {"gain": 0.4, "progress": 0.6}, [{"gain": 0.6}, {"progress": 0.4}]),
-    ("a standard deviation > 3", 10, {"std": 3.1}, [{"std": 2.9}]),
+    ("mean standard deviation", 10, {"std": 3.1}, [{"std": 2.9}]),
 ]  # fmt: skip
 
 
