@@ -239,11 +239,7 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, 
 
 
 class Rollout(NamedTuple):
-    """T steps of N environments, which are reset in the step that ends an episode.
-
-    So obs[t+1] may be the first observation of the next episode, and last_obs[t] is always of the state that
-    step t led to. All rows are learnt from.
-    """
+    """T steps of N environments, which are reset in the step that ends an episode. All rows are used."""
 
     obs: Tensor  # [T, N, D]
     actions: Tensor  # [T, N, A]
@@ -251,7 +247,7 @@ class Rollout(NamedTuple):
     rewards: Tensor  # [T, N]
     terminated: Tensor  # [T, N]
     truncated: Tensor  # [T, N]
-    last_obs: Tensor  # [T, N, D]
+    last_obs: Tensor  # [T, N, D], of the states that the steps led to, before any reset
     sums: Tensor  # [T, 3, N]: discounted return, return and length of the episode, up to and with this step
 
 
@@ -332,7 +328,7 @@ def recorded(function: Callable) -> Callable:
             return function(*values)
         if graph is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # simulators have threads
                 results = function(*inputs)
         for x, value in zip(inputs, values, strict=True):
             x.copy_(value)
@@ -541,13 +537,14 @@ def make_envs(args: Args) -> Any:
 
 
 def check_step(envs: Any, args: Args) -> None:
-    """Raise `ValueError` if reset or step return something else than those of `Pendulums`."""
+    """Raise `ValueError` if reset or step do not return what those of `Pendulums` do, or move buffers."""
 
     def kind(x: Any) -> str:
         return f"{x.dtype} {[*x.shape]} on {x.device.type}" if isinstance(x, Tensor) else type(x).__name__
 
     rewards = torch.zeros(args.num_envs, device=args.device)
     obs, ends = rewards.new_zeros(args.num_envs, envs.obs_size), rewards.bool()
+    buffers = dict(envs.named_buffers()) if isinstance(envs, nn.Module) else {}
     first, results = envs.reset(), envs.step(rewards.new_zeros(args.num_envs, envs.action_size))
     if len(results) != 5:
         raise ValueError(f"{args.env_id}: step must return 5 tensors, not {len(results)}")
@@ -556,6 +553,9 @@ def check_step(envs: Any, args: Args) -> None:
     for name, value, result in zip(names, expected, (first, *results), strict=True):
         if kind(result) != kind(value):
             raise ValueError(f"{args.env_id}: {name} must be {kind(value)}, not {kind(result)}")
+    for name, buffer in buffers.items():
+        if buffer is not envs.get_buffer(name):
+            raise ValueError(f"{args.env_id}: step must change {name} in its place, as with add_ or copy_")
 
 
 # ------------------------------------------------- Logging and checkpoints ---------------------------------
@@ -580,8 +580,8 @@ class Run:
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
         # A copy of this file, so that `plot.py` tells runs of changed copies apart.
         Path(folder, Path(__file__).name).write_bytes(Path(__file__).read_bytes())
-        self.returns: list[float] = []  # of all episodes
-        self.average = math.nan  # of the last 100
+        self.returns: list[float] = []  # of the last 100 episodes
+        self.average = math.nan  # their mean
         self.first_time, self.first_step, self.last_print = time.monotonic(), state.global_step, 0.0
         self.save()
 
@@ -603,9 +603,9 @@ class Run:
         _, returns, lengths = rollout.sums.unbind(1)
         ended = (rollout.terminated | rollout.truncated) & ~returns.isnan()  # of whole episodes
         if ended.any():
-            self.returns.extend(returns[ended].tolist())
+            self.returns = [*self.returns, *returns[ended].tolist()][-100:]
             scalars["charts/episodic_return"] = returns[ended].mean().item()
-            scalars["charts/episodic_return_100"] = self.average = float(np.mean(self.returns[-100:]))
+            scalars["charts/episodic_return_100"] = self.average = float(np.mean(self.returns))
             scalars["charts/episodic_length"] = lengths[ended].mean().item()
         scalars["charts/learning_rate"] = self.optimizer.param_groups[0]["lr"].item()
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)

@@ -114,6 +114,14 @@ def another_device(args):
     return Wrong(args, 0, lambda x: x.to("meta"))
 
 
+class Moved(Target):
+    """A step replaces a buffer: a CUDA graph would go on with the old one."""
+
+    def step(self, actions):
+        self.steps = self.steps + 0
+        return super().step(actions)
+
+
 def info_too(args):
     envs = Target(args)
     step = envs.step

@@ -113,6 +113,7 @@ WRONG = {
     "another_device": "observations must be .* cpu, not .* meta",
     "float_ends": r"truncated must be .*bool .* not .*float32",
     "info_too": "5 tensors, not 6",
+    "Moved": "must change steps in its place",
     "reset_with_info": "reset returns must be .* not tuple",
 }
 
@@ -354,7 +355,7 @@ class Graph(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def record_in(graph):
+def record_in(graph, **kwargs):
     """Operations in here are recorded, and have no effect."""
     state = torch.get_rng_state()
     with graph:
