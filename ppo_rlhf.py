@@ -23,7 +23,6 @@ and returns B numbers:
   [PPO]     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   [GAE]     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
             Estimation", arXiv:1506.02438
-  [Ziegler] Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", arXiv:1909.08593
   [RLHF]    Ouyang et al. 2022, "Training Language Models to Follow Instructions with Human Feedback",
             arXiv:2203.02155
   [KL]      Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html
@@ -99,7 +98,7 @@ class Args:  # the trailing comments become --help
     device: str = "cpu"  # cpu, cuda or mps; small networks are fastest on the CPU
     micro_batch_size: int = 64  # responses per forward pass in learning: their logits are [64, L, V]
     generation_batch_size: int = 256  # responses that are generated at once
-    bfloat16: bool = False  # compute in bfloat16; log-probabilities and trained weights stay in float32
+    bfloat16: bool = False  # needs --model; log-probabilities and trained weights stay in float32
     gradient_checkpointing: bool = False  # save memory by computing activations twice
     lora_rank: int = 0  # train adapters of this rank on frozen weights (needs peft); 0 trains all weights
 
@@ -259,13 +258,14 @@ def generate(actor: nn.Module, task: Task, rows: list[dict], args: Args) -> tupl
 class TokenLogProbs(torch.autograd.Function):
     """log π [B, S] of tokens [B, S, 1] from their logits [B, S, V], which are divided by the temperature.
 
-    For large vocabularies, logits take most of the memory. They are there once: softmax is computed for one
-    response at a time, and in the backward pass their gradient, 1(v = token) - π(v), takes their place.
+    For large vocabularies, logits take most of the memory. They are there once: softmax is computed for 256
+    tokens at a time, and in the backward pass their gradient, 1(v = token) - π(v), takes their place.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-        log_z = torch.stack([(row / temperature).logsumexp(1, keepdim=True) for row in logits])
+        chunks = logits.flatten(0, 1).split(256)
+        log_z = torch.cat([(chunk / temperature).logsumexp(1) for chunk in chunks]).view(tokens.shape)
         ctx.save_for_backward(logits, tokens, log_z)
         ctx.temperature = temperature
         return (logits.gather(2, tokens) / temperature - log_z).squeeze(2)
@@ -501,14 +501,15 @@ def train(args: Args, task: Task | None = None) -> Path:
     run = Run(args, models, optimizer, task, episodes)
     while episodes < args.total_episodes:
         torch.manual_seed(10**9 * args.seed + episodes + RANK)  # a resumed run draws the same numbers
-        metrics = {}
-        if episodes // args.batch_size % args.eval_every == 0:
+        due = episodes // args.batch_size % args.eval_every == 0
+        if due or time.monotonic() - run.last_save > 600:
             run.save(episodes)
-            metrics = evaluate(models, task, args)
+        metrics = evaluate(models, task, args) if due else {}
         try:
             batch, batch_metrics, samples = collect(models, task, args)
-        except BaseException:  # of a reward function, or Ctrl-C; an update that is interrupted is not saved
+        except BaseException as error:  # of a reward function, or Ctrl-C; a half-done update is not saved
             run.save(episodes)
+            error.add_note(f"saved; to continue: --resume {run.path}")
             raise
         remaining = 1 - episodes / args.total_episodes
         rates = {"lr": args.learning_rate * remaining, "critic_lr": args.critic_learning_rate * remaining}
@@ -517,8 +518,6 @@ def train(args: Args, task: Task | None = None) -> Path:
         metrics |= batch_metrics | update(models, optimizer, batch, args) | rates
         run.log(episodes, metrics, samples)
         episodes += args.batch_size
-        if time.monotonic() - run.last_save > 600:
-            run.save(episodes)
     run.save(episodes)
     run.log(episodes, evaluate(models, task, args), {})
     run.finish()
@@ -735,7 +734,7 @@ def fit(network: nn.Module, compute_loss: Callable, steps: int, learning_rate: f
 
 
 def load_task(args: Args) -> Task:
-    """The task that the flags name, still without stop tokens. Raises `ValueError` for wrong prompts."""
+    """The task that the flags name, without stop tokens. Raises `ValueError` for wrong prompts or rewards."""
     from transformers import AutoConfig, AutoTokenizer
 
     functions = {name: pkgutil.resolve_name(name) for name in args.reward_function}
@@ -746,6 +745,8 @@ def load_task(args: Args) -> Task:
     prompts, held_out = (read_rows(file, tokenizer, longest) if file else [] for file in files)
     if 0 < len(held_out) < PROCESSES:
         raise ValueError(f"{args.eval_prompts} has fewer prompts than there are processes")
+    for name, function in functions.items():
+        call_reward(name, function, prompts[:1] * 2, ["", ""])
     return Task(tokenizer, [], prompts, held_out, functions)
 
 
@@ -768,8 +769,6 @@ def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
     """The models that the flags name, and the task with their stop tokens."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-    for reward_name, function in task.reward_functions.items():  # tried before anything is loaded
-        call_reward(reward_name, function, task.prompts[:1] * 2, ["", ""])
     folder = Path(args.model or "").resolve()  # adapters name it, wherever they are loaded
     name = str(folder) if folder.exists() else args.model
     reference = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).requires_grad_(False)
@@ -895,7 +894,7 @@ class Run:
         if now - self.last_print < 5 and "eval/" not in " ".join(shown):
             return
         self.last_print = now
-        minutes = (now - self.start_time) / done * (self.args.total_episodes - episodes) / 60
+        minutes = (now - self.start_time) / done * max(self.args.total_episodes - done - self.start, 0) / 60
         print(f"{episodes:>9,} responses  {minutes:.0f} min left", *shown, sep="  ", flush=True)
         if samples:
             prompt, response = str(samples["row"][0]["prompt"])[-200:], samples["response"][0][-200:]
@@ -915,13 +914,13 @@ def load_checkpoint(path: str) -> tuple[Args, dict]:
         content = torch.load(path, map_location="cpu", weights_only=True)
         return Args(**content["args"]), content
     except Exception as error:
-        raise ValueError(f"{path} is not a checkpoint of this version of this script: {error!r}") from error
+        raise ValueError(f"{path} is not a checkpoint of this version of this script") from error
 
 
 def restore(path: str, models: Models, optimizer: Adam) -> int:
     """Continue the training in which this checkpoint was saved. Returns the number of responses so far."""
     _, content = load_checkpoint(path)
-    models.load_state_dict(content["weights"], strict=False)
+    models.load_state_dict(content["weights"], strict=not content["args"]["model"])
     optimizer.load_state_dict(content["optimizer"])
     return content["episodes"]
 
@@ -929,6 +928,7 @@ def restore(path: str, models: Models, optimizer: Adam) -> int:
 def check_args(args: Args) -> None:
     """Raise `ValueError` for invalid settings."""
     judged = args.reward_model or args.reward_function
+    others = args.eval_prompts or args.lora_rank or args.bfloat16 or args.max_response_length > 24
     for wrong, reason in [
         (args.temperature <= 0 or min(args.learning_rate, args.critic_learning_rate, args.kl_coef) < 0,
          "--temperature must be above 0, and learning rates and --kl-coef not below"),
@@ -936,8 +936,8 @@ def check_args(args: Args) -> None:
          "--batch-size must be a multiple of --num-minibatches x processes"),
         (len({bool(args.model), bool(args.prompts), bool(judged)}) > 1,
          "--model needs --prompts and a --reward-model or --reward-function; and the other way around"),
-        (not args.model and (args.lora_rank or args.bfloat16 or args.max_response_length > 24),
-         "--lora-rank, --bfloat16 and a --max-response-length above 24 need --model"),
+        (not args.model and others,
+         "--eval-prompts, --lora-rank, --bfloat16 and a --max-response-length above 24 need --model"),
         (args.model and Path(args.model, "adapter_config.json").exists(),
          f"{args.model} is an adapter: merge it first, as docs/language_models.md shows"),
     ]:  # fmt: skip

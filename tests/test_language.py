@@ -1206,13 +1206,10 @@ def test_wrong_prompts(lines, what, folder, tmp_path):
 
 @both
 @pytest.mark.parametrize("results", [None, [[1.0], [2.0]], [1.0], [1.0, math.nan]], ids=str)
-def test_wrong_reward_functions(script, results, folder, tmp_path):
+def test_wrong_reward_functions(script, results, folder, tmp_path, monkeypatch):
     """They are named before the model is loaded."""
-    args = real_args(script, folder)
-    task = script.load_task(args)._replace(reward_functions={"judge": lambda rows, texts: results})
-    args.model = str(tmp_path / "missing")
-    with pytest.raises(ValueError, match="judge must return 2 finite numbers"):
-        script.load_pretrained(args, task)
+    monkeypatch.setattr(shared, "vowels", lambda rows, texts: results)
+    refused(script, tmp_path, real_args(script, folder), "language_helpers:vowels must return 2 finite numbers")
 
 
 @both
