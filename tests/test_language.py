@@ -1209,7 +1209,7 @@ def test_wrong_prompts(lines, what, folder, tmp_path):
 def test_wrong_reward_functions(script, results, folder, tmp_path, monkeypatch):
     """They are named before the model is loaded."""
     monkeypatch.setattr(shared, "vowels", lambda rows, texts: results)
-    refused(script, tmp_path, real_args(script, folder), "language_helpers:vowels must return 2 finite numbers")
+    refused(script, tmp_path, real_args(script, folder), "vowels must return 2 finite numbers")
 
 
 @both
