@@ -698,18 +698,14 @@ def learn_from_comparisons(models: Models, task: Task, args: Args) -> None:
     count = 6000
     rows = [task.prompts[i] for i in torch.randint(len(task.prompts), (count,))]
     responses, _ = generate(models.actor, task, rows + rows, args)
-    texts = decode(task.tokenizer, responses)
-    taste = tastes(rows + rows, texts)
+    taste = tastes(rows + rows, decode(task.tokenizer, responses))
     prefers_first = torch.rand(count) < torch.sigmoid(2 * (taste[:count] - taste[count:]))
-    comparisons = []
-    for i, first_is_better in enumerate(prefers_first):
-        chosen, rejected = (i, i + count) if first_is_better else (i + count, i)
-        comparisons.append((rows[i], texts[chosen], texts[rejected]))
+    first, second = torch.arange(2 * count).split(count)
+    chosen, rejected = torch.where(prefers_first, first, second), torch.where(prefers_first, second, first)
 
     def compute_loss() -> Tensor:
-        sample = [comparisons[i] for i in torch.randint(count, (64,))]
-        rows, chosen, rejected = map(list, zip(*sample, strict=True))
-        batch = tokenize(task, rows + rows, chosen + rejected, args)
+        pairs = torch.randint(count, (64,))
+        batch = take(responses, torch.cat([chosen[pairs], rejected[pairs]]))
         scores = models.reward_model(batch).gather(1, batch.mask.sum(1, keepdim=True))
         return -F.logsigmoid(scores[:64] - scores[64:]).mean()
 
