@@ -3,12 +3,10 @@
 What the scripts have in common is the same text in both (tools/copies.py), and is tested in ppo_rlhf.py.
 """
 
-import contextlib
 import json
 import math
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -169,18 +167,6 @@ def test_group_advantages(scale, kl_in):
         divisor = max(deviations) + 1e-4 if scale == "group" and start != 4 else 1
         np.testing.assert_allclose(result[group], (rewards - rewards.mean()) / divisor, rtol=1e-4, atol=1e-6)
     assert kl_in == "loss" or larger == {True, False}
-
-
-@pytest.mark.parametrize("beta", [0.1, 0.01, 0.001])
-def test_a_group_of_equal_scores_has_small_advantages(beta):
-    """They are β times the deviation of the KL; and there are none where s - β KL is the same for all."""
-    kl = torch.tensor([1.0, 1.5, 2.5, 3.0])
-    args = grpo.Args(group_size=4, kl_coef=beta)
-    advantages = grpo.group_advantages(torch.full((4,), 0.7), kl, args)
-    torch.testing.assert_close(advantages, beta * torch.tensor([1, 0.5, -0.5, -1]), atol=1e-6, rtol=1e-3)
-    assert grpo.group_advantages(2 + beta * kl, kl, args).abs().max() < 2e-3
-    scores = torch.tensor([1000.3] * 12)  # the mean of these is rounded
-    assert grpo.group_advantages(scores, torch.zeros(12), replace(args, group_size=12)).abs().max() < 1e-3
 
 
 # Losses
@@ -707,11 +693,9 @@ def test_models_from_a_folder(script, name, changes, folder, tmp_path, monkeypat
         assert moved == pytest.approx(4e-3, rel=0.3)  # steps of Adam are as large as the learning rate
         if script is rlhf:  # with a rate of its own
             judge = transformers.AutoModelForSequenceClassification.from_pretrained(more["reward_model"])
-            moves = [
-                (learnt[f"critic.trunk.{key}"] - x).abs().max()
-                for key, x in judge.base_model.named_parameters()
-            ]
-            assert max(moves).item() == pytest.approx(4e-5, rel=0.3)
+            critic = flat(learnt[f"critic.trunk.{key}"] for key, _ in judge.base_model.named_parameters())
+            moved = (critic - flat(judge.base_model.parameters())).abs().max().item()
+            assert moved == pytest.approx(4e-5, rel=0.3)
     else:
         assert all("lora" in key or "head" in key for key in learnt)
     assert transformers.AutoTokenizer.from_pretrained(path.parent / "model").get_vocab()
@@ -741,29 +725,26 @@ def test_gradient_checkpointing(folder, name, lora_rank):
 
 
 def test_what_is_trained_and_in_which_precision(folder):
-    """Trained weights are the file's, in float32; of frozen ones, those that autocast rounds are rounded."""
+    """With bfloat16, trained weights are the file's, in float32, and frozen ones take less memory."""
     transformers = pytest.importorskip("transformers")
+    file = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
     args = real_args(rlhf, folder, bfloat16=True, reward_model=str(folder / "llama-reward"))
-    for script in (rlhf, grpo):
+    for script in (grpo, rlhf):
         models, _ = shared.pretrained(script, args)
-        file = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
         assert all(map(torch.equal, models.actor.parameters(), file.parameters()))
         assert all(x.requires_grad for x in models.actor.parameters())
-        rounded = {name for name, x in models.reference.named_parameters() if x.dtype == torch.bfloat16}
-        assert rounded == {name for name, _ in models.reference.named_parameters() if "_proj" in name}
+        assert torch.bfloat16 in {x.dtype for x in models.reference.parameters()}
         assert {x.dtype for x in models.reference.buffers()} == {torch.float32}  # those of positions
         assert not any(x.requires_grad for x in models.reference.parameters())
-    models, _ = shared.pretrained(rlhf, args)
     assert torch.bfloat16 in {x.dtype for x in models.reward_model.trunk.parameters()}
-    batch = to_responses([4, 5], [[6, 7, 1], [8, 1]])
+    assert {x.dtype for x in models.critic.parameters()} == {torch.float32}
+    assert all(x.requires_grad for x in models.critic.parameters())
+    assert not any(x.requires_grad for x in models.reward_model.parameters())
+    batch, tokens = to_responses([4, 5], [[6, 7, 1], [8, 1]]), torch.tensor([[3, 4, 5]])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(models.critic(batch), models.reward_model(batch), atol=1e-6, rtol=1e-6)
-        tokens = torch.tensor([[3, 4, 5]])
         logits = models.actor(**rlhf.model_inputs(tokens, torch.ones_like(tokens, dtype=torch.bool))).logits
     assert not torch.equal(logits, logits.bfloat16().float())
-    assert {x.dtype for x in models.critic.parameters()} == {torch.float32}
-    assert not any(x.requires_grad for x in models.reward_model.parameters())
-    assert all(x.requires_grad for x in models.critic.parameters())
 
 
 @both
@@ -875,16 +856,14 @@ def test_rewards_completions_and_evaluation(script, folder, tmp_path, monkeypatc
 
 
 @both
-@pytest.mark.parametrize("error", [KeyboardInterrupt, LookupError])
-def test_an_interrupted_run_resumes_bit_for_bit(script, error, folder, tmp_path, monkeypatch):
+def test_an_interrupted_run_resumes_bit_for_bit(script, folder, tmp_path, monkeypatch):
     """Weights, optimizer, curves and completions are those of a run that was not interrupted."""
     args = real_args(script, folder, total_episodes=160, num_minibatches=2)
-    monkeypatch.setattr(shared, "stopped_by", error)
     shared.CALLS.clear()
     command(script, tmp_path / "whole", *words(script, args))
     shared.CALLS.clear()
     monkeypatch.setattr(shared, "interrupt_at", 6)  # after 3 iterations, and 2 evaluations
-    with contextlib.suppress(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):
         command(script, tmp_path / "parts", *words(script, args))
     whole, path = checkpoint_in(tmp_path / "whole"), checkpoint_in(tmp_path / "parts")
     early = load(path)
@@ -911,10 +890,10 @@ def test_flags_override_saved_settings(folder, tmp_path):
     command(rlhf, tmp_path, *words(rlhf, args))
     path = checkpoint_in(tmp_path)
     assert load(path)["args"] == vars(args)  # with the defaults of PRETRAINED
-    changes = {"resume": str(path), "total_episodes": 64.0, "reward_function": ("language_helpers:vowels",)}
-    changed = replace(args, **changes)
-    command(rlhf, tmp_path, *words(rlhf, changed)[-4:], "--resume", path, "--total-episodes", 64)
-    assert load(path)["args"] == vars(changed)
+    function = "language_helpers:vowels"
+    command(rlhf, tmp_path, "--resume", path, "--total-episodes", 64, "--reward-function", function)
+    changes = {"resume": str(path), "total_episodes": 64.0, "reward_function": (function,)}
+    assert load(path)["args"] == vars(replace(args, **changes))
     assert load(path)["episodes"] == 64
 
 
@@ -969,49 +948,17 @@ def test_human_taste():
         assert rlhf.human({"tone": tone, "product": subject}, response) == taste
 
 
-def test_the_human_prefers_what_it_likes(monkeypatch):
-    """With its taste as the scores, the loss of the reward model is below that of equal scores, log 2."""
-    _, task = rlhf.make_reviews(rlhf.Args(resume="nothing is learnt"))
-    rng, losses = random.Random(0), []
-
-    class Taste(nn.Module):
-        def forward(self, batch):
-            prompts, texts = (script_decode(x) for x in (batch.prompts, batch.responses))
-            rows = [next(row for row in task.prompts if row["prompt"] == prompt) for prompt in prompts]
-            return rlhf.tastes(rows, texts).unsqueeze(1).expand(-1, batch.mask.shape[1] + 1)
-
-    def script_decode(tokens):
-        return [
-            " ".join(word for word in task.tokenizer.decode(row).split() if word[0] != "<") for row in tokens
-        ]
-
-    def write(_, task, rows, args):
-        return rlhf.tokenize(task, rows, [rlhf.write_review(rng, row) for row in rows], args), None
-
-    monkeypatch.setattr(rlhf, "generate", write)
-    monkeypatch.setattr(rlhf, "fit", lambda _, compute_loss, *__: losses.append(compute_loss().item()))
-    rlhf.learn_from_comparisons(SimpleNamespace(actor=None, reward_model=Taste()), task, rlhf.Args())
-    assert losses[0] < 0.6
-
-
 def test_sums():
-    """Examples forget 7 of 10 carries, nothing else; held-out sums are not trained on, in neither order."""
+    """Examples are right or forget to carry; held-out sums are not trained on, in neither order."""
     _, task = grpo.make_sums(grpo.Args(resume="nothing is learnt"))
     parts = [{tuple(sorted((row["a"], row["b"]))) for row in x} for x in (task.prompts, task.eval_prompts)]
     assert not parts[0] & parts[1]
     assert parts[0] | parts[1] == set(combinations_with_replacement(range(20, 100), 2))
-    numbers, rng, carried = {grpo.spell(number): number for number in range(200)}, random.Random(1), []
-    rows = rng.choices(task.prompts, k=2000)
-    written = [grpo.write_sum(rng, row) for row in rows]
-    for row, text, right in zip(rows, written, grpo.accuracy(rows, written), strict=True):
-        a, b = (numbers[x] for x in re.findall("(.+) plus (.+) =", row["prompt"])[0])
-        ones, tens, total = (numbers[x] for x in re.findall(r"(?:is|so) ([^,]+?)(?: ,|$)", text))
-        assert (ones, tens, row["answer"]) == (a % 10 + b % 10, a - a % 10 + b - b % 10, grpo.spell(a + b))
-        assert total == a + b - 10 * (not right)
-        assert right or ones > 9
+    rng, rows = random.Random(1), random.Random(0).choices(task.prompts, k=500)
+    for row in rows:
+        text, total = grpo.write_sum(rng, row), row["a"] + row["b"]
+        assert text.endswith((f"so {grpo.spell(total)}", f"so {grpo.spell(total - 10)}"))
         assert len(task.tokenizer.encode(text)) < grpo.Args.max_response_length
-        carried += [right] if ones > 9 else []
-    assert np.mean(carried) == pytest.approx(0.3, abs=0.05)
     texts = ["a , so thirty", "", "a , so thirty one", "a , so one hundred thirty"]
     assert grpo.accuracy([{"answer": "thirty"}] * 4, texts) == [1, 0, 0, 0]
 
@@ -1032,18 +979,11 @@ def test_optimum(everything):
     expected["share_of_optimum"] = (objective / best).item()
     expected["kl"] = (log_probs.exp() * (log_probs - ref_log_probs)).sum().item()
     assert {name: result[name] for name in expected} == pytest.approx(expected, abs=1e-5, rel=1e-4)
+    assert result["best_score_at_kl"] >= result["score"]
     likely = torch.maximum(log_probs, ref_log_probs).exp() > 0.02
     rough = optimum.compare_with_optimum(models, task, args, BETA, floor=0.02)
     assert rough["left_out"] == pytest.approx(1 - log_probs[likely].exp().sum().item(), abs=1e-5)
     assert rough["left_out"] > 0.01
-
-
-def test_optimum_of_a_checkpoint(tmp_path):
-    """It is loaded with its weights, its settings and its β."""
-    args = untrained(rlhf, tmp_path, kl_coef=0.07)
-    models, task, loaded = optimum.load(args.resume)
-    assert (loaded.kl_coef, len(task.prompts)) == (0.07, 24)
-    assert same(dict(models.named_parameters()), load(args.resume)["weights"])
 
 
 @pytest.mark.slow
@@ -1163,19 +1103,13 @@ def test_a_device_is_never_mixed_with_another(script, tmp_path, monkeypatch):
 
     monkeypatch.setattr(script, "sum_over_processes", reduce)
     with shared.OneDevice():
-        script.train(
-            script.Args(
-                device="mps", total_episodes=64, batch_size=64, kl_coef=0.1, generation_batch_size=9999
-            )
-        )
+        script.train(script.Args(device="mps", total_episodes=64, batch_size=64, kl_coef=0.1))
         with pytest.raises(RuntimeError, match="mps"):
             torch.ones(2, device="mps") + torch.ones(2)
 
 
 PROMPTS = [  # lines of a file of prompts, and what is said of them
-    (["{}"], "line 1"),
     (['{"prompt": "ab"}', '{"prompt": '], "line 2"),
-    (['[{"prompt": "ab"}]'], "line 1"),
     (['{"prompt": 3}'], "line 1"),
     ([], "line 1"),
     (['{"prompt": ""}'], "0 tokens"),
@@ -1214,10 +1148,9 @@ def test_wrong_reward_functions(script, results, folder, tmp_path, monkeypatch):
 
 @both
 def test_wrong_files(script, folder, tmp_path):
-    """Missing files and functions, an adapter, a flag twice, too few prompts."""
+    """Missing files, an adapter, a flag twice, too few prompts."""
     args = real_args(script, folder)
     refused(script, tmp_path, replace(args, prompts="missing.jsonl"), "missing.jsonl")
-    refused(script, tmp_path, replace(args, reward_function=("language_helpers:missing",)), "missing")
     refused(script, tmp_path, args, "one after the other", "--reward-function", "language_helpers:vowels")
     shutil.copytree(folder / "llama", tmp_path / "adapter")
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
@@ -1228,7 +1161,7 @@ def test_wrong_files(script, folder, tmp_path):
 
 @both
 def test_wrong_checkpoints(script, tmp_path, capsys):
-    """The other script's, one of another version, and one whose reward functions are not named again."""
+    """The other script's, and one whose reward functions are not named again."""
     other = untrained(grpo if script is rlhf else rlhf, tmp_path / "other").resume
     done = command(script, tmp_path, "--resume", other)
     assert (done.status, "not a checkpoint of this version" in done.err) == (2, True)
@@ -1238,10 +1171,6 @@ def test_wrong_checkpoints(script, tmp_path, capsys):
     torch.save(content, own)
     done = command(script, tmp_path, "--resume", own)
     assert (done.status, "--reward-function language_helpers:vowels" in done.err) == (2, True)
-    content["args"]["gone"] = 1
-    torch.save(content, own)
-    done = command(script, tmp_path, "--resume", own)
-    assert (done.status, "not a checkpoint of this version" in done.err) == (2, True)
 
 
 def test_start_and_end_tokens_of_prompts():
@@ -1276,19 +1205,14 @@ WRONG = [
     (rlhf, {"temperature": 0.0}, "--temperature"),
     (rlhf, {"model": "x", "prompts": "y"}, "--reward-model or --reward-function"),
     (rlhf, {"model": "x", "reward_model": "y"}, "--prompts"),
-    (rlhf, {"prompts": "y"}, "--model"),
     (grpo, {"group_size": 1}, "--group-size"),
     (grpo, {"group_size": 3}, "--batch-size"),
-    (grpo, {"temperature": 0.0}, "--temperature"),
     (grpo, {"kl_in": "loss"}, "--kl-coef"),
     (grpo, {"learning_rate": -1.0}, "--learning-rate"),
-    (grpo, {"max_response_length": 64}, "--max-response-length"),
     (grpo, {"resume": __file__}, "not a checkpoint"),
     (grpo, {"lora_rank": 4}, "--lora-rank"),
     (grpo, {"model": "x", "prompts": "y"}, "--reward-function"),
-    (grpo, {"model": "x", "reward_function": "math:prod"}, "--prompts"),
     (grpo, {"model": "x", "prompts": os.devnull, "reward_function": "missing:f"}, "missing"),
-    (grpo, {"model": "x", "prompts": os.devnull, "reward_function": "math:missing"}, "missing"),
     (grpo, {"resume": "missing.pt"}, "missing.pt"),
 ]
 
@@ -1305,8 +1229,7 @@ def test_wrong_settings(script, settings, name, folder, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@both
-def test_bfloat16_needs_a_model(script):
+def test_bfloat16_needs_a_model():
     """The built-in networks would compute their logits in bfloat16."""
     with pytest.raises(ValueError, match="--bfloat16"):
-        script.train(script.Args(bfloat16=True))
+        rlhf.train(rlhf.Args(bfloat16=True))
