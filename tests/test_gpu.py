@@ -108,10 +108,7 @@ def test_pendulums_are_gymnasiums():
 
 
 WRONG = {
-    "numpy_rewards": "rewards must be .* not ndarray",
     "another_shape": r"rewards must be .*\[16\] .* not .*\[16, 1\]",
-    "another_device": "observations must be .* cpu, not .* meta",
-    "float_ends": r"truncated must be .*bool .* not .*float32",
     "info_too": "5 tensors, not 6",
     "Moved": "must change steps in its place",
     "reset_with_info": "reset returns must be .* not tuple",
@@ -290,21 +287,16 @@ def test_an_update_is_the_equations(changes):
     assert metrics["explained_variance"] == pytest.approx(errors.item())
 
 
-def test_the_learning_rate_is_linear(tmp_path):
-    """To 0, where training ends."""
-    _, path = run(tmp_path, learning_rate=0.01)
-    rates = [*curves(path.parent)["charts/learning_rate"].values()]
-    assert rates == pytest.approx([0.01 * (1 - i / 8) for i in range(8)])
-
-
 def test_every_row_is_learnt_from(tmp_path, monkeypatch):
-    """Once in each epoch, in another order."""
+    """Once in each epoch, in another order, with a learning rate that is 0 where training ends."""
     update, seen = ppo.update, []
     monkeypatch.setattr(ppo, "update", lambda *x: seen.extend(x[3].clone()) or update(*x))
-    run(tmp_path)
+    _, path = run(tmp_path, learning_rate=0.01)
     assert len(seen) == 8 * 2
     assert all(torch.equal(order.sort().values, torch.arange(128)) for order in seen)
     assert len({tuple(order.tolist()) for order in seen}) == 16
+    rates = [*curves(path.parent)["charts/learning_rate"].values()]
+    assert rates == pytest.approx([0.01 * (1 - i / 8) for i in range(8)])
 
 
 # CUDA graphs, on a CPU: `recorded` itself, with a stand-in for torch.cuda
@@ -430,22 +422,14 @@ def test_graphs_on_a_gpu():
 
 
 def test_what_a_run_prints_and_holds(trained):
-    """Its path, progress, evaluation; a checkpoint that loads without executing code."""
-    for text in (
-        r"^Pendulum: 0 of 7,680 steps, seed 1$",
-        r"^ +7,680 steps  return -1\d\d\d.*  KL 0\.\d+  [\d,]+/s  0 min left$",
-        r"^evaluation return -[\d.]+ ± [\d.]+ with the most likely actions$",
-        r"^checkpoint (\S+checkpoint.pt), curves: tensorboard --logdir runs$",
-    ):
-        found = re.search(text, trained.printed, re.MULTILINE)
-        assert found, text
-    assert (trained.folder / found[1]).samefile(trained.path)
+    """Its path, its return, which is of whole episodes, and a checkpoint that loads without executing code."""
+    assert re.search(r"^ +7,680 steps  return -1\d\d\d", trained.printed, re.MULTILINE)
+    (path,) = re.findall(r"^checkpoint (\S+),", trained.printed, re.MULTILINE)
+    assert (trained.folder / path).samefile(trained.path)
     content = load(trained.path)
     assert content["state"]["global_step"] == 7680
     assert content["agent"]["obs_moments.count"] == content["agent"]["return_moments.count"] == 7680
     assert {slots["step"].item() for slots in content["optimizer"]["state"].values()} == {60 * 2 * 4}
-    files = sorted(path.name.split(".")[0] for path in trained.path.parent.iterdir())
-    assert files == ["checkpoint", "events", "ppo_gpu"]
 
 
 def test_a_run_that_was_stopped_resumes_as_if_it_had_not_been(trained, tmp_path, monkeypatch):
@@ -536,10 +520,10 @@ def test_evaluation_ends_with_each_episode(tmp_path):
     args = make_args(env_id=SCRIPTED, num_envs=7)
     envs = gpu_envs.Scripted(args)
     returns = ppo.evaluate(path, args, envs)
-    expected = [sum(gpu_envs.Scripted.reward(n, 1, step) for step in range(1, 7)) for n in range(7)]
+    expected = []
     for n in range(7):
         last = next(step for step in range(1, 7) if any(gpu_envs.Scripted.ends(n, 1, step)))
-        expected[n] = sum(gpu_envs.Scripted.reward(n, 1, step) for step in range(1, last + 1))
+        expected.append(sum(gpu_envs.Scripted.reward(n, 1, step) for step in range(1, last + 1)))
     np.testing.assert_allclose(returns, expected, rtol=1e-5)
 
 

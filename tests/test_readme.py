@@ -176,17 +176,6 @@ def test_every_flag_exists():
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= flags | others, name
 
 
-def test_every_extra_exists():
-    """Each extra that the documents install is one of the package's."""
-    text = "".join(PAGES.values())
-    extras = {extra for names in re.findall(r"\.\[([\w,]+)\]", text) for extra in names.split(",")}
-    project = (
-        (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[project.optional-dependencies]")[1]
-    )
-    assert extras
-    assert extras <= set(re.findall(r"^(\w+) = \[", project, re.MULTILINE))
-
-
 @pytest.mark.parametrize("script", SCRIPTS.values())
 def test_every_variant_is_accepted(script):
     """The flags in the table of variants parse and are accepted together."""
