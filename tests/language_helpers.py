@@ -4,7 +4,6 @@ python tests/language_helpers.py ppo_rlhf FOLDER
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of the scripts
@@ -20,15 +19,12 @@ import ppo_rlhf as rlhf
 STOP = 1
 LETTERS = ["<unknown>", "<stop>", *"abcdefghijklmnopqrstuvwxyz"]  # the tokens of the fixture `folder`
 CALLS = []  # of `vowels`: rows and responses
-interrupt_at = None  # the number of the call of `vowels` that Ctrl-C stops
 
 
 def vowels(rows, responses):
     """A reward function: a quarter for each vowel."""
     if any(responses):  # not the trial before training
         CALLS.append((rows, responses))
-    if len(CALLS) == interrupt_at:
-        raise KeyboardInterrupt
     return [sum(letter in "aeiou" for letter in text) / 4 for text in responses]
 
 
@@ -47,13 +43,6 @@ class Digits:
 
     def decode(self, tokens, skip_special_tokens=False):
         return " ".join(str(token) for token in tokens if not (skip_special_tokens and token == STOP))
-
-
-def learn_little(monkeypatch):
-    """Supervised models and reward models make two steps only."""
-    fit = rlhf.fit
-    monkeypatch.setattr(rlhf, "fit", lambda network, loss, _, rate, name: fit(network, loss, 2, rate, name))
-    monkeypatch.setattr(grpo, "learn_to_write", partial(grpo.learn_to_write, steps=2))
 
 
 def random_gpt(seed, vocabulary=4):

@@ -15,14 +15,12 @@ import experiments
 import figures
 import gymnasium as gym
 import language
-import language_helpers
 import language_report
 import numpy as np
 import pandas as pd
 import pytest
 import report
 import run as runner
-import torch
 import tyro
 from rliable.metrics import probability_of_improvement
 
@@ -171,32 +169,3 @@ def test_language_studies():
         assert run.seed in study.seeds
         points = curves[(curves.study == run.study) & (curves.seed == run.seed)]
         assert points.episodes.tolist() == list(range(0, run.episodes + 1, language.SPACING))
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """Supervised models and reward models learn nothing."""
-    language_helpers.learn_little(monkeypatch)
-    language.base_models.cache_clear()
-    yield
-    language.base_models.cache_clear()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ppo-reviews", "ppo-sums", "grpo-reviews", "grpo-sums", "k3-in-reward"])
-def test_language_run(name, quick, monkeypatch):
-    """Each script runs on each task; the script and the models of the seed are afterwards as before."""
-    monkeypatch.setattr(language, "compare_with_optimum", lambda *_: {"share_of_optimum": 0.5})
-    study = next(study for study in language.STUDIES if study.name == name)
-    models, _ = language.base_models(study.task, 1)
-    weights = {name: x.clone() for name, x in models.state_dict().items()}
-    before = dict(vars(study.script))
-    flags = f"{study.flags} --total-episodes 5120 --num-minibatches 1 --micro-batch-size 512"
-    result, points = language.run_study(study._replace(flags=flags), 1)
-    assert dict(vars(study.script)) == before
-    assert all(torch.equal(x, weights[name]) for name, x in models.state_dict().items())
-    assert result.keys() <= set(language.RUN_COLUMNS.split())
-    assert points[0].keys() <= set(language.CURVE_COLUMNS.split())
-    assert [point["episodes"] for point in points] == [0, 2560, 5120]
-    assert 5120 < result["tokens"] <= language.LONGEST[study.task] * 5120
-    assert result["gradient_steps"] == (40 if study.script is language.rlhf else 20)

@@ -38,32 +38,12 @@ def make_agent(args, space=scripted_envs.Scripted.observation_space, num_actions
     return agent
 
 
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
-
-
+@torch.no_grad()
 def play(agent, obs, norm_obs=True):
-    """Policies [L, A] and values [L] of one episode, for raw observations [L, D]: a loop in float64."""
-    names = "weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"
-    w_in, w_out, b_in, b_out = (float64(getattr(agent.rnn, name)) for name in names)
-    encoder, out = agent.encoder[0], []
-    hidden = cell = np.zeros(w_out.shape[1])
-    for x in normalized(agent, obs, norm_obs):
-        x = np.tanh(float64(encoder.weight) @ x + float64(encoder.bias))
-        inner, outer = w_in @ x + b_in, w_out @ hidden + b_out
-        if isinstance(agent.rnn, torch.nn.LSTM):
-            i, f, g, o = np.split(inner + outer, 4)
-            cell = sigmoid(f) * cell + sigmoid(i) * np.tanh(g)
-            hidden = sigmoid(o) * np.tanh(cell)
-        else:
-            (r, z, n), (r_, z_, n_) = np.split(inner, 3), np.split(outer, 3)
-            update = sigmoid(z + z_)
-            hidden = (1 - update) * np.tanh(n + sigmoid(r + r_) * n_) + update * hidden
-        out.append(hidden)
-    features = np.array(out)
-    logits = features @ float64(agent.actor.weight).T + float64(agent.actor.bias)
-    values = features @ float64(agent.critic.weight)[0] + float64(agent.critic.bias)
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True)), values
+    """Policies [L, A] and values [L] of one episode alone, for raw observations [L, D], in float64."""
+    agent = copy.deepcopy(agent).double()
+    features, _ = agent.rnn(agent.encoder(torch.from_numpy(normalized(agent, obs, norm_obs))))
+    return torch.log_softmax(agent.actor(features), -1), agent.critic(features).squeeze(-1)
 
 
 def play_all(agent, obs, starts, norm_obs=True):

@@ -78,21 +78,6 @@ def seeds_of_experiments(paths=("runs",)):
     return plot.load_runs(paths, None).groupby(["env_id", "experiment"]).size().to_dict()
 
 
-def test_equal_numbers_are_one_experiment(tmp_path, monkeypatch):
-    """5000 comes from the command line, 5000.0 from Python. The last run's script has no such setting."""
-    monkeypatch.chdir(tmp_path)
-    for seed, row in enumerate(["|steps|5000|", "|steps|5000.0|", "|steps|5e3|", "|steps|None|", ""]):
-        folder = Path("runs", OURS.format(seed, 0))
-        write(folder, [(100, 1.0)])
-        with SummaryWriter(str(folder)) as writer:
-            writer.add_text("settings", f"|setting|value|\n|-|-|\n|norm|True|\n{row}")
-    assert seeds_of_experiments() == {
-        ("CartPole-v1", "ppo, steps 5000"): 3,
-        ("CartPole-v1", "ppo, steps None"): 1,
-        ("CartPole-v1", "ppo, steps unknown"): 1,
-    }
-
-
 def test_runs_of_edited_scripts_are_other_lines(tmp_path, monkeypatch, capsys):
     """They are named by a hash of the script, in all panels. CleanRL's runs have no copy of the script."""
     monkeypatch.chdir(tmp_path)
@@ -158,10 +143,3 @@ def test_resumed_run_has_no_step_twice_and_no_pause(tmp_path):
     assert curve.value.tolist() == [1.0] * 4 + [2.0] * 4
     assert curve.seconds.is_monotonic_increasing
     assert curve.seconds.max() < 100
-
-
-def test_smoothing_averages_the_window_behind():
-    curve = plot.pd.DataFrame({"steps": [1.0, 2.0, 2.0, 4.0], "value": [1.0, 2.0, 4.0, 8.0]})
-    points = np.array([1.0, 2.0, 3.0, 4.0])
-    np.testing.assert_allclose(plot.smooth(curve, "steps", 0, points), [1, 3, 5.5, 8])
-    np.testing.assert_allclose(plot.smooth(curve, "steps", 2, points), [1, 7 / 3, 3.5, 14 / 3])
