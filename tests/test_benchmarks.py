@@ -5,9 +5,6 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import ale_py
@@ -32,48 +29,6 @@ import ppo_gpu
 gym.register_envs(ale_py)
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {script.__name__: script for script in (ppo, ppo_atari, ppo_continuous, ppo_gpu)}
-
-TINY = """
-SB3["CartPole-v1"] = {"n_envs": 2, "n_steps": 64, "learning_rate": "linear 0.001", "normalize": True}
-EXPERIMENTS = {
-    "tiny": Experiment("tiny", "", "ppo.py", [("CartPole-v1", 4_000, 1)], "--eval-episodes 2"),
-    "gpu": Experiment("gpu", "", "ppo_gpu.py", [("Pendulum", 20_000, 1)], "--num-envs 16 --device cpu"),
-    "peer": Experiment("peer", "", "sb3", [("CartPole-v1", 600, 1)]),
-    "bad": Experiment("bad", "", "ppo.py", [("NoSuch-v0", 4_000, 1)]),
-}
-"""
-
-
-@pytest.mark.slow
-def test_the_runner(tmp_path):
-    """What is missing is listed, done, and stored once, in a copy without git and results."""
-    (tmp_path / "results/data").mkdir(parents=True)
-    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
-    for name in ("ppo.py", "ppo_gpu.py"):
-        shutil.copy(ROOT / name, tmp_path)
-    with open(tmp_path / "benchmarks/experiments.py", "a") as file:
-        file.write(TINY)
-
-    def finish(*flags):
-        command = [sys.executable, "benchmarks/run.py", *flags]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-        return done.returncode, done.stdout.splitlines()
-
-    assert finish("--dry-run")[1] == [
-        "missing tiny/CartPole-v1_4000/1", "missing gpu/Pendulum_20000/1", "missing peer/CartPole-v1_600/1",
-        "missing bad/NoSuch-v0_4000/1", "0 of 4 stored",
-    ]  # fmt: skip
-    status, output = finish()
-    assert (status, output[-1]) == (1, "3 of 4 stored")
-    assert "bad/NoSuch-v0_4000/1 failed" in output
-    table = pd.read_csv(tmp_path / "results/data/runs.csv").set_index("experiment")
-    assert dict(table.episodes) == {"tiny": 2, "gpu": 16, "peer": 10}
-    assert (table.seconds > 0).all()
-    assert 0 < table.training["tiny"] <= 500
-    assert set(pd.read_csv(tmp_path / "results/data/curves.csv").experiment) == {"tiny", "gpu", "peer"}
-    assert finish("--dry-run")[1] == ["missing bad/NoSuch-v0_4000/1", "3 of 4 stored"]
-    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
-    assert finish()[0] == 1  # uncommitted
 
 
 @pytest.mark.slow

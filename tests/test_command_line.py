@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 import user_envs
@@ -115,9 +114,8 @@ def test_missing_packages_are_named(tmp_path, monkeypatch):
 
 @atari_too
 def test_help(case, tmp_path):
-    """The script's purpose, three examples, and each flag with a text."""
-    out = assert_help(case, tmp_path)
-    assert len(re.findall(rf"^ +python .*{case.file}", out, re.MULTILINE)) == 3
+    """The script's purpose, and each flag with a text."""
+    assert_help(case, tmp_path)
 
 
 @memory_too
@@ -140,16 +138,6 @@ def test_what_a_run_prints(case, trained, tmp_path):
     torch.save(saved, tmp_path / "checkpoint.pt")
     resumed = run(case, tmp_path, "--resume", "checkpoint.pt", total_timesteps=600)
     assert f"{saved['state']['global_step']} of 600 steps" in resumed.out
-
-
-@memory_too
-def test_what_is_printed_before_an_episode_has_ended(case, tmp_path, monkeypatch):
-    """No NaN, but why there is no return yet."""
-    monkeypatch.setattr(case.script, "evaluate", lambda *_: np.zeros(1))  # its episode would end late
-    words = flags(env_id=case.walk, env_kwargs='{"endless": true}', num_envs=4, num_steps=32)
-    done = call(case, tmp_path, *words, "--total-timesteps", 300, "--eval-episodes", 1)
-    assert "no episode has ended yet" in done.out
-    assert "nan" not in done.out
 
 
 def test_a_copied_script_runs_alone(tmp_path):

@@ -74,31 +74,25 @@ def test_pendulums_are_gymnasiums():
     envs = ppo.Pendulums(make_args(num_envs=3)).double()
     envs.reset()
     theirs = [gym.make("Pendulum-v1") for _ in range(3)]
-    rng, starts = np.random.default_rng(0), []
-
-    def start(n):
-        theirs[n].reset()
-        theirs[n].unwrapped.state = np.array([envs.angle[n].item(), envs.speed[n].item()])
-        starts.append([envs.angle[n].item(), envs.speed[n].item()])
-
-    for n in range(3):
-        start(n)
+    rng, ends = np.random.default_rng(0), 0
+    for env in theirs:
+        env.reset()
     for _ in range(1000):
         actions = rng.uniform(-1.5, 1.5, (3, 1)).astype(np.float32)
+        states = torch.stack([envs.angle, envs.speed]).numpy()
         obs, rewards, terminated, truncated, last_obs = envs.step(torch.from_numpy(actions).double())
         assert not terminated.any()
         for n, env in enumerate(theirs):
+            env.unwrapped.state = states[:, n]  # the same again, as errors of rounding grow near the top
             their_obs, their_reward, _, their_end, _ = env.step(2 * actions[n])
             np.testing.assert_allclose(last_obs[n], their_obs, atol=1e-5)
             assert rewards[n].item() == pytest.approx(their_reward, abs=1e-5)
             assert truncated[n] == their_end
+            assert torch.equal(obs[n], last_obs[n]) != their_end
             if their_end:
-                assert not torch.equal(obs[n], last_obs[n])
-                start(n)
-            else:  # the same state again, as errors of rounding grow near the top
-                assert torch.equal(obs[n], last_obs[n])
-                env.unwrapped.state = np.array([envs.angle[n].item(), envs.speed[n].item()])
-    assert len(starts) == 3 * 6
+                env.reset()
+                ends += 1
+    assert ends == 3 * 5
     many = ppo.Pendulums(make_args(num_envs=20_000))
     many.reset()
     for values, bound in ((many.angle, np.pi), (many.speed, 1)):

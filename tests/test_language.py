@@ -339,35 +339,6 @@ def make_task(prompts, script=rlhf, **functions):
     return script.Task(Digits(), [STOP], rows, rows[::-1], functions)
 
 
-def test_gpt_is_that_of_transformers():
-    """With the same weights, log-probabilities and samples are the same."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=11, n_embd=16, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0, embd_pdrop=0,
-        attn_pdrop=0,
-    )  # fmt: skip
-    theirs, ours = transformers.GPT2LMHeadModel(config).double().eval(), random_gpt(1, vocabulary=11)
-    names = {
-        "transformer.": "", "wte": "tokens", "wpe": "positions", "ln_f": "norm", "h.": "blocks.",
-        "ln_": "norm", "attn.c_attn": "qkv", "attn.c_proj": "projection", "mlp.c_fc": "hidden",
-        "mlp.c_proj": "output",
-    }  # fmt: skip
-    for name, weight in theirs.named_parameters():
-        transposed = name.endswith("weight") and ".c_" in name
-        for their_part, our_part in names.items():
-            name = name.replace(their_part, our_part)
-        own = ours.get_parameter(name).detach()
-        weight.data.copy_(own.T if transposed else own)
-    batch = to_responses([2, 3], [[0, 2, STOP], [3, 3, 0, 0, 2, STOP]], padding=3)
-    own, other = (rlhf.token_log_probs(model, batch, 0.7) for model in (ours, theirs))
-    torch.testing.assert_close(own[batch.mask], other[batch.mask])
-    task, generated = make_task(["2 3", "7 8 9 10"]), []
-    for model in (ours, theirs):
-        torch.manual_seed(0)
-        generated.append(rlhf.generate(model, task, task.prompts, rlhf.Args(max_response_length=6))[0])
-    assert all(torch.equal(own, other) for own, other in zip(*generated, strict=True))
-
-
 @both
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 def test_sampling(script, temperature):
@@ -929,7 +900,6 @@ def test_human_taste():
         ("pan", "film", "great plot and lovely cast", -1),
         ("pan", "film", "poor plot and poor plot", -2),
         ("pan", "film", "poor room", -2),
-        ("pan", "film", "poor plot and", -2),
         ("pan", "film", "", -2),
     ):
         assert rlhf.human({"tone": tone, "product": subject}, response) == taste
