@@ -832,7 +832,8 @@ def test_rewards_completions_and_evaluation(script, folder, tmp_path, monkeypatc
 def test_an_interrupted_run_resumes_bit_for_bit(script, where, saved, folder, tmp_path, monkeypatch):
     """Weights, optimizer, curves and completions are those of a run that was not interrupted.
 
-    While it collects, nothing is lost; else the checkpoint is that of the last evaluation.
+    While it collects, nothing is lost; else the checkpoint is that of the last evaluation. Settings are those
+    of the checkpoint, but for flags that are given with --resume.
     """
     args, calls = real_args(script, folder, total_episodes=160, num_minibatches=2), []
     command(script, tmp_path / "whole", *words(script, args))
@@ -850,7 +851,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(script, where, saved, folder, tm
         command(script, tmp_path / "parts", *words(script, args))
     whole, path = checkpoint_in(tmp_path / "whole"), checkpoint_in(tmp_path / "parts")
     early = load(path)
-    assert early["episodes"] == saved
+    assert (early["episodes"], early["args"]) == (saved, vars(args))
     monkeypatch.setattr(script, where, function)
     for attempt in range(2):
         if attempt == 1:  # as if the process had been killed before it wrote another checkpoint
@@ -858,25 +859,14 @@ def test_an_interrupted_run_resumes_bit_for_bit(script, where, saved, folder, tm
             with path.with_name("completions.jsonl").open("a") as file:
                 file.write('{"episodes": 12')
         torch.rand(7)  # nothing may depend on what this process did before
-        command(script, tmp_path, "--resume", path, "--reward-function", *args.reward_function)
+        more = "--reward-function", *args.reward_function, "--generation-batch-size", 512
+        command(script, tmp_path, "--resume", path, *more)
         ours, theirs = load(path), load(whole)
+        assert ours["args"] == vars(replace(args, resume=str(path), generation_batch_size=512))
         for name in ("weights", "optimizer", "episodes"):
             assert same(ours[name], theirs[name]), name
         assert curves(path.parent) == curves(whole.parent)
         assert completions(path) == completions(whole)
-
-
-def test_flags_override_saved_settings(folder, tmp_path):
-    """With --resume, a flag that is given counts, and the others are as they were."""
-    args = real_args(rlhf, folder, total_episodes=32)
-    command(rlhf, tmp_path, *words(rlhf, args))
-    path = checkpoint_in(tmp_path)
-    assert load(path)["args"] == vars(args)  # with the defaults of PRETRAINED
-    function = "language_helpers:vowels"
-    command(rlhf, tmp_path, "--resume", path, "--total-episodes", 64, "--reward-function", function)
-    changes = {"resume": str(path), "total_episodes": 64.0, "reward_function": (function,)}
-    assert load(path)["args"] == vars(replace(args, **changes))
-    assert load(path)["episodes"] == 64
 
 
 def untrained(script, where, **changes):

@@ -200,16 +200,6 @@ def test_links():
         assert [file for file in files if not (path.parent / file).is_file()] == [], name
 
 
-def test_equations_are_where_the_table_says():
-    """The functions and classes in the table of equations are in `ppo.py`, before the ruled line."""
-    first_half = (ROOT / "ppo.py").read_text(encoding="utf-8").split("# ========")[0]
-    (table,) = re.findall(r"\| paper \| code \|\n(.*?)\n\n", README, re.DOTALL)
-    names = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.rsplit(" | ", 1)[1])]
-    assert len(names) > 5
-    for name in names:
-        assert re.search(rf"^(def|class) {name}\b", first_half, re.MULTILINE), name
-
-
 def tags_in(folder: Path) -> set[str]:
     """The tags of a run's scalars."""
     return {*helpers.curves(folder), "charts/SPS"}
