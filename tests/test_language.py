@@ -13,7 +13,6 @@ import sys
 from dataclasses import replace
 from functools import partial
 from itertools import combinations_with_replacement, product
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -869,20 +868,6 @@ def test_an_interrupted_run_resumes_bit_for_bit(script, where, saved, folder, tm
         assert completions(path) == completions(whole)
 
 
-def untrained(script, where, **changes):
-    """A checkpoint of the built-in task before any learning, to start from at once; and its settings."""
-    settings = {"batch_size": 32, "total_episodes": 96, "num_minibatches": 2}
-    args, where = script.Args(**settings, **changes), where / "runs" / "built-in"
-    where.mkdir(parents=True)
-    args.resume = str(where / "checkpoint.pt")
-    torch.manual_seed(0)
-    models, task = script.make_reviews(args) if script is rlhf else script.make_sums(args)
-    optimizer = torch.optim.Adam(shared.groups_of(script, models), fused=True)
-    run = script.Run(args, models, optimizer, task, 0)
-    run.save(0)
-    return args
-
-
 def test_human_taste():
     for tone, subject, response, taste in (
         ("praise", "hotel", "great room", 1),
@@ -1108,17 +1093,16 @@ def test_wrong_files(script, folder, tmp_path):
 
 
 @both
-def test_wrong_checkpoints(script, tmp_path, capsys):
+def test_wrong_checkpoints(script, tmp_path):
     """The other script's, and one whose reward functions are not named again."""
-    other = untrained(grpo if script is rlhf else rlhf, tmp_path / "other").resume
-    done = command(script, tmp_path, "--resume", other)
-    assert (done.status, "not a checkpoint of this version" in done.err) == (2, True)
-    own = untrained(script, tmp_path / "own").resume
-    content = load(Path(own))
-    content["args"]["reward_function"] = ("language_helpers:vowels",)
-    torch.save(content, own)
-    done = command(script, tmp_path, "--resume", own)
-    assert (done.status, "--reward-function language_helpers:vowels" in done.err) == (2, True)
+    other, named = grpo if script is rlhf else rlhf, "language_helpers:vowels"
+    for args, what in (
+        (other.Args(), "not a checkpoint of this version"),
+        (script.Args(reward_function=(named,)), f"--reward-function {named}"),
+    ):
+        torch.save({"args": vars(args)}, tmp_path / "checkpoint.pt")
+        done = command(script, tmp_path, "--resume", "checkpoint.pt")
+        assert (done.status, what in done.err) == (2, True), done.err
 
 
 def test_start_and_end_tokens_of_prompts():
@@ -1161,6 +1145,7 @@ WRONG = [
     (grpo, {"lora_rank": 4}, "--lora-rank"),
     (grpo, {"model": "x", "prompts": "y"}, "--reward-function"),
     (grpo, {"model": "x", "prompts": os.devnull, "reward_function": "missing:f"}, "missing"),
+    (grpo, {"model": "x", "prompts": os.devnull, "reward_function": "math:missing"}, "missing"),
     (grpo, {"resume": "missing.pt"}, "missing.pt"),
 ]
 
