@@ -102,16 +102,8 @@ class Wrong(Target):
         return results
 
 
-def numpy_rewards(args):
-    return Wrong(args, 1, lambda x: x.numpy())
-
-
 def another_shape(args):
     return Wrong(args, 1, lambda x: x.unsqueeze(-1))
-
-
-def another_device(args):
-    return Wrong(args, 0, lambda x: x.to("meta"))
 
 
 class Moved(Target):
@@ -134,10 +126,6 @@ def reset_with_info(args):
     reset = envs.reset
     envs.reset = lambda: (reset(), {})
     return envs
-
-
-def float_ends(args):
-    return Wrong(args, 3, lambda x: x.float())
 
 
 def nan_rewards(args):

@@ -4,7 +4,6 @@ python tests/language_helpers.py ppo_rlhf FOLDER
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of the scripts
@@ -12,7 +11,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of the script
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import grpo
@@ -21,15 +19,12 @@ import ppo_rlhf as rlhf
 STOP = 1
 LETTERS = ["<unknown>", "<stop>", *"abcdefghijklmnopqrstuvwxyz"]  # the tokens of the fixture `folder`
 CALLS = []  # of `vowels`: rows and responses
-interrupt_at, stopped_by = None, KeyboardInterrupt  # the number of the call of `vowels` that raises this
 
 
 def vowels(rows, responses):
     """A reward function: a quarter for each vowel."""
     if any(responses):  # not the trial before training
         CALLS.append((rows, responses))
-    if len(CALLS) == interrupt_at:
-        raise stopped_by
     return [sum(letter in "aeiou" for letter in text) / 4 for text in responses]
 
 
@@ -48,13 +43,6 @@ class Digits:
 
     def decode(self, tokens, skip_special_tokens=False):
         return " ".join(str(token) for token in tokens if not (skip_special_tokens and token == STOP))
-
-
-def learn_little(monkeypatch):
-    """Supervised models and reward models make two steps only."""
-    fit = rlhf.fit
-    monkeypatch.setattr(rlhf, "fit", lambda network, loss, _, rate, name: fit(network, loss, 2, rate, name))
-    monkeypatch.setattr(grpo, "learn_to_write", partial(grpo.learn_to_write, steps=2))
 
 
 def random_gpt(seed, vocabulary=4):
@@ -148,58 +136,30 @@ class OneDevice(TorchFunctionMode):
     As on a GPU, single numbers and indices may come from the CPU.
     """
 
-    def __enter__(self):
-        self.checks = OneDeviceChecks()
-        self.checks.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        self.checks.__exit__(*error)
+    BETWEEN_DEVICES = "copy_", "_has_compatible_shallow_copy_type", "__set__"
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if function == torch.Tensor.device.__get__:
             return torch.device("mps") if is_marked(args[0]) else function(*args)
         if function in (torch.Tensor.to, torch.Tensor.cpu):
-            names = [str(x) for x in (*args[1:], kwargs.get("device"))]
-            target = (
-                "cpu"
-                if function is torch.Tensor.cpu
-                else next((x for x in names if x in ("cpu", "mps")), None)
-            )
-            if target is not None:
+            devices = [str(x) for x in (*args[1:], kwargs.get("device")) if str(x) in ("cpu", "mps")]
+            if devices or function is torch.Tensor.cpu:
                 types = [x for x in args[1:] if isinstance(x, torch.dtype)]
-                copied = torch.Tensor.to(args[0].clone(), *types)
-                return mark(copied, target == "mps")
+                return mark(args[0].clone().to(*types), devices == ["mps"])
         on_device = str(kwargs.get("device")) == "mps"
         if on_device:
             del kwargs["device"]
-        tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        others = tensors[:1] if function == torch.Tensor.__getitem__ else tensors
+        mixed = any(map(is_marked, others)) and any(x.dim() and not is_marked(x) for x in others)
+        if mixed and function.__name__ not in self.BETWEEN_DEVICES:
+            raise RuntimeError(f"{function.__name__}: tensors on cpu and mps")
         result = function(*args, **kwargs)
-        if on_device or any(map(is_marked, tensors)):
+        if on_device or any(map(is_marked, others)):
             for x in tree_leaves(result):
                 if isinstance(x, torch.Tensor):
                     mark(x, True)
-        return result
-
-
-class OneDeviceChecks(TorchDispatchMode):
-    """Its part that sees every operation, also of the backward pass."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        tensors = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, torch.Tensor)]
-        name = str(function)
-        if "aten.index" in name and "Tensor" in name:
-            tensors = tensors[:1]
-        marked = [is_marked(x) for x in tensors]
-        mixed = any(marked) and any(x.dim() and not seen for x, seen in zip(tensors, marked, strict=True))
-        if mixed and "copy" not in name:
-            raise RuntimeError(f"{name}: tensors on cpu and mps")
-        result = function(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and not any(x is other for other in tensors):
-                mark(x, any(marked) or is_marked(x))
         return result
 
 

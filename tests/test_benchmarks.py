@@ -5,10 +5,6 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import ale_py
@@ -16,15 +12,12 @@ import experiments
 import figures
 import gymnasium as gym
 import language
-import language_helpers
 import language_report
 import numpy as np
-import optimum
 import pandas as pd
 import pytest
 import report
 import run as runner
-import torch
 import tyro
 from rliable.metrics import probability_of_improvement
 
@@ -36,60 +29,6 @@ import ppo_gpu
 gym.register_envs(ale_py)
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {script.__name__: script for script in (ppo, ppo_atari, ppo_continuous, ppo_gpu)}
-
-TINY = """
-SB3["CartPole-v1"] = {"n_envs": 2, "n_steps": 64, "learning_rate": "linear 0.001", "normalize": True}
-EXPERIMENTS = {
-    "tiny": Experiment("tiny", "", "ppo.py", [("CartPole-v1", 40_000, 1)], "--eval-episodes 2"),
-    "gpu": Experiment("gpu", "", "ppo_gpu.py", [("Pendulum", 20_000, 1)], "--num-envs 16 --device cpu"),
-    "peer": Experiment("peer", "", "sb3", [("CartPole-v1", 600, 1)]),
-    "bad": Experiment("bad", "", "ppo.py", [("NoSuch-v0", 4_000, 1)]),
-}
-"""
-
-
-@pytest.fixture
-def copy(tmp_path):
-    """A copy of the scripts and the runner with a short list of experiments, without git and results."""
-    (tmp_path / "results/data").mkdir(parents=True)
-    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
-    for name in ("ppo.py", "ppo_gpu.py"):
-        shutil.copy(ROOT / name, tmp_path)
-    with open(tmp_path / "benchmarks/experiments.py", "a") as file:
-        file.write(TINY)
-    return tmp_path
-
-
-@pytest.mark.slow
-def test_the_runner(copy):
-    """What is missing is listed, done, and stored once; Ctrl-C stops a run, which then continues."""
-    command = [sys.executable, "-u", "benchmarks/run.py"]
-
-    def finish(*flags):
-        done = subprocess.run([*command, *flags], cwd=copy, capture_output=True, text=True, timeout=200)
-        return done.returncode, done.stdout.splitlines()
-
-    assert finish("--dry-run")[1] == [
-        "missing tiny/CartPole-v1_40000/1", "missing gpu/Pendulum_20000/1", "missing peer/CartPole-v1_600/1",
-        "missing bad/NoSuch-v0_4000/1", "0 of 4 stored",
-    ]  # fmt: skip
-    process = subprocess.Popen([*command, "--only", "tiny"], cwd=copy, stdout=subprocess.PIPE, text=True)
-    while " steps  return" not in process.stdout.readline():
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) != 0
-    status, output = finish()
-    assert (status, output[-1]) == (1, "3 of 4 stored")
-    assert "bad/NoSuch-v0_4000/1 failed" in output
-    table = pd.read_csv(copy / "results/data/runs.csv").set_index("experiment")
-    assert dict(table.sessions) == {"tiny": 2, "gpu": 1, "peer": 1}
-    assert dict(table.episodes) == {"tiny": 2, "gpu": 16, "peer": 10}
-    assert (table.seconds > 0).all()
-    assert 0 < table.training["tiny"] <= 500
-    assert set(pd.read_csv(copy / "results/data/curves.csv").experiment) == {"tiny", "gpu", "peer"}
-    assert finish("--dry-run")[1] == ["missing bad/NoSuch-v0_4000/1", "3 of 4 stored"]
-    subprocess.run(["git", "init", "--quiet"], cwd=copy, check=True)
-    assert finish()[0] == 1  # uncommitted
 
 
 @pytest.mark.slow
@@ -122,15 +61,6 @@ def test_stored_results_are_those_of_the_list():
     assert set(map(tuple, curves[curves.quantity == "return"][runner.KEY].to_numpy())) == keys
 
 
-def test_thin():
-    """Means over equal parts of the steps, the last with what is beyond; nan where there is none."""
-    steps = np.array([1, 20, 21, 60, 1000, 1010])
-    thinned = runner.thin(steps, np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), 1000).split()
-    assert len(thinned) == 50
-    assert thinned[:4] == ["1.5", "3", "4", "nan"]
-    assert thinned[-1] == "5.5"
-
-
 def test_statistics_of_the_tables():
     """The probability of improvement, against rliable's, and the spread."""
     ours, theirs = np.arange(16.0).reshape(8, 2), np.array([[0, 1], [4, 5.5], [4.5, 20], [9, 12]])
@@ -147,13 +77,6 @@ def test_tables_match_the_stored_results():
     for path in report.PAGES:
         text = path.read_text()
         assert report.fill(text, made) == text, f"run python benchmarks/report.py: {path} is out of date"
-
-
-def test_fill_changes_nothing_but_the_tables():
-    """Empty and filled marks get their tables; the text around them stays."""
-    made, document = {"x": "| 1 |\n| 2 |"}, "a\n<!-- table: x -->\n{}<!-- end -->\nb"
-    for before in ("", "| old |\n\n"):
-        assert report.fill(document.format(before), made) == document.format("| 1 |\n| 2 |\n")
 
 
 @pytest.mark.slow
@@ -201,80 +124,3 @@ def test_language_studies():
         assert run.seed in study.seeds
         points = curves[(curves.study == run.study) & (curves.seed == run.seed)]
         assert points.episodes.tolist() == list(range(0, run.episodes + 1, language.SPACING))
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """Supervised models and reward models learn nothing."""
-    language_helpers.learn_little(monkeypatch)
-    language.base_models.cache_clear()
-    yield
-    language.base_models.cache_clear()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ppo-reviews", "ppo-sums", "grpo-reviews", "grpo-sums", "k3-in-reward"])
-def test_language_run(name, quick, monkeypatch):
-    """Each script runs on each task; the script and the models of the seed are afterwards as before."""
-    monkeypatch.setattr(language, "compare_with_optimum", lambda *_: {"share_of_optimum": 0.5})
-    study = next(study for study in language.STUDIES if study.name == name)
-    models, _ = language.base_models(study.task, 1)
-    weights = {name: x.clone() for name, x in models.state_dict().items()}
-    before = dict(vars(study.script))
-    flags = f"{study.flags} --total-episodes 5120 --num-minibatches 1 --micro-batch-size 512"
-    result, points = language.run_study(study._replace(flags=flags), 1)
-    assert dict(vars(study.script)) == before
-    assert all(torch.equal(x, weights[name]) for name, x in models.state_dict().items())
-    assert result.keys() <= set(language.RUN_COLUMNS.split())
-    assert points[0].keys() <= set(language.CURVE_COLUMNS.split())
-    assert [point["episodes"] for point in points] == [0, 2560, 5120]
-    assert 5120 < result["tokens"] <= language.LONGEST[study.task] * 5120
-    assert result["gradient_steps"] == (40 if study.script is language.rlhf else 20)
-
-
-@pytest.mark.slow
-def test_reviews_have_the_same_scores_for_grpo(quick):
-    """As a reward function of texts, with the penalty for missing stop tokens."""
-    models, task = language.base_models("reviews", 1)
-    rows, args = task.prompts * 4, language.rlhf.Args()
-    _, for_grpo = language.for_grpo(models, task, language.grpo.Args())
-    responses, _ = language.rlhf.generate(models.actor, task, rows, args)
-    rewards = language.rlhf.score(models, task, rows, responses, args)
-    assert {0.0, -2.0} == set(rewards["missing_eos"].tolist())
-    texts = language.rlhf.decode(task.tokenizer, responses)
-    scores = for_grpo.reward_functions["review_score"](rows, texts)
-    torch.testing.assert_close(scores, sum(rewards.values()))
-
-
-def test_k3_in_the_reward():
-    """The fault changes what the script computes."""
-    kl, mask = torch.tensor([[0.5, -0.5]]), torch.ones(1, 2, dtype=torch.bool)
-    rewards = language.k3_in_reward(torch.zeros(1), kl, mask, 1.0)
-    assert rewards.flatten().tolist() == pytest.approx([1 - math.exp(-0.5) - 0.5, 1 - math.exp(0.5) + 0.5])
-
-
-def test_best_score_at_the_same_kl():
-    """A trained policy scores at most as much as the best one of its KL; no policy has a higher J than π*."""
-    torch.manual_seed(1)
-    args = language.rlhf.Args(resume="so that nothing is learnt", max_response_length=2)
-    models, task = language.rlhf.make_reviews(args)
-    for parameter in (*models.actor.parameters(), *models.reward_model.parameters()):
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    task = task._replace(prompts=task.prompts[:2])
-    found = optimum.compare_with_optimum(models, task, args, 0.3, floor=1e-30)
-    assert found["left_out"] == pytest.approx(0, abs=1e-9)
-    assert found["best_score_at_kl"] > found["score"]
-    ref, scores = torch.log_softmax(torch.randn(50).double(), 0), torch.randn(50).double()
-    score, kl = optimum.best_policy([[ref, ref, scores]], 0.5)
-    for _ in range(100):
-        other = torch.log_softmax(ref + scores / 0.5 + 0.1 * torch.randn(50).double(), 0)
-        other_score, other_kl = optimum.score_and_kl([[ref, other, scores]], [other])
-        assert other_score - 0.5 * other_kl < score - 0.5 * kl
-
-
-def test_optimum_of_other_checkpoints(tmp_path):
-    """Only those of ppo_rlhf.py on its reviews are accepted."""
-    for settings in ({"model": "gpt2", "missing_eos_penalty": 0.0}, {"model": None}):  # or grpo.py
-        torch.save({"args": settings}, tmp_path / "checkpoint.pt")
-        with pytest.raises(ValueError, match="only these can be enumerated"):
-            optimum.load(tmp_path / "checkpoint.pt")

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 import user_envs
@@ -13,13 +12,12 @@ from helpers import (
     ATARI,
     CONTINUOUS,
     DISCRETE,
+    LSTM,
     ROOT,
-    SMALL,
     assert_help,
     atari_too,
     call,
     checkpoint_in,
-    curves,
     flags,
     load,
     memory_too,
@@ -29,30 +27,23 @@ from helpers import (
 
 REFUSALS = {  # words of the command, and what the refusal must say
     "--num-envs 0": "positive",
-    "--eval-episodes 0": "positive",
     "--num-minibatches 300": "--num-minibatches must be at most 256",
     "--seed -1": "--seed",
     "--device gpu": "use cpu",
-    "--track": "pip install wandb",
     "--adapt kl-coef": "needs --surrogate kl-penalty",
     "--resume none.pt": "none.pt",
-    "--evaluate none.pt": "none.pt",
     "--evaluate .": "directory",
     f"--resume {__file__}": "not a checkpoint",
-    "--env-id ALE/Pong-v5": "use ppo_atari.py",
     "--env-id BreakoutNoFrameskip-v4": "use ppo_atari.py",
     "--env-id user_envs:Pairs-v0": "docs/recipes.md",
     "--env-id user_envs:FromOne-v0": "docs/recipes.md",
     '--env-kwargs {"wings":2}': "unexpected keyword argument 'wings'",
     '--env-id user_envs:Probe-v0 --env-kwargs {"pays":"cue"} --capture-video': "'render_mode'",
     "--env-id CartPole-v9": "v1",
-    "--env-id CartPol-v1": "CartPole",
     "--env-id no_module:Env-v0": "no_module",
     "--env-id Pendulum-v1": "ppo_continuous.py",
     "--env-kwargs {": "--env-kwargs {: Expecting",
 }
-if not torch.cuda.is_available():
-    REFUSALS["--device cuda"] = "use cpu"
 
 
 def assert_refused(case, folder, words, expected):
@@ -77,6 +68,9 @@ def test_refusals(words, tmp_path):
         (CONTINUOUS, "--env-id CartPole-v1", "see ppo.py"),
         (CONTINUOUS, "--env-id user_envs:Pairs-v0", "docs/recipes.md"),
         (CONTINUOUS, "--total-timesteps 4095", "--total-timesteps must be two rollouts"),
+        (LSTM, "--env-id Pendulum-v1", "ppo_continuous.py"),
+        (LSTM, "--hidden-size 0", "positive"),
+        (LSTM, "--num-minibatches 17", "--num-minibatches must be at most --num-envs"),
         (ATARI, "--env-id CartPole-v1", "use ppo.py"),
         (ATARI, "--env-id NoSuchGame-v4", "NoSuchGame"),
         (ATARI, "--num-minibatches 5", "--num-minibatches must divide the 1024"),
@@ -120,9 +114,8 @@ def test_missing_packages_are_named(tmp_path, monkeypatch):
 
 @atari_too
 def test_help(case, tmp_path):
-    """The script's purpose, three examples, and each flag with a text."""
-    out = assert_help(case, tmp_path)
-    assert len(re.findall(rf"^ +python .*{case.file}", out, re.MULTILINE)) == 3
+    """The script's purpose, and each flag with a text."""
+    assert_help(case, tmp_path)
 
 
 @memory_too
@@ -132,10 +125,8 @@ def test_what_a_run_prints(case, trained, tmp_path):
     What concerns only the run itself is not taken from a checkpoint.
     """
     done, saved = trained(case), load(trained(case).checkpoint)
-    assert "0 of 300 steps, seed 1" in done.printed
-    assert re.search(r"^ +3\d\d steps  return [\d.]+  KL 0\.\d+", done.printed, re.MULTILINE)
-    evaluated = r"^evaluation return [\d.]+ ± [\d.]+ with the most likely actions$"
-    assert re.search(evaluated, done.printed, re.MULTILINE)
+    for text in (r"^ +3\d\d steps  return [\d.]+", r"^evaluation return [\d.]+ ± [\d.]+ "):
+        assert re.search(text, done.printed, re.MULTILINE)
     (path,) = re.findall(r"^checkpoint (\S+),", done.printed, re.MULTILINE)
     shutil.copytree(done.folder / "runs", tmp_path / "runs")
     words = "--resume", path, "--env-id", case.walk
@@ -147,26 +138,6 @@ def test_what_a_run_prints(case, trained, tmp_path):
     torch.save(saved, tmp_path / "checkpoint.pt")
     resumed = run(case, tmp_path, "--resume", "checkpoint.pt", total_timesteps=600)
     assert f"{saved['state']['global_step']} of 600 steps" in resumed.out
-
-
-@memory_too
-def test_what_is_printed_before_an_episode_has_ended(case, tmp_path, monkeypatch):
-    """No NaN, but why there is no return yet."""
-    monkeypatch.setattr(case.script, "evaluate", lambda *_: np.zeros(1))  # its episode would end late
-    words = flags(env_id=case.walk, env_kwargs='{"endless": true}', num_envs=4, num_steps=32)
-    done = call(case, tmp_path, *words, "--total-timesteps", 300, "--eval-episodes", 1)
-    assert "no episode has ended yet" in done.out
-    assert "nan" not in done.out
-
-
-def test_returns_below_one_are_readable(tmp_path):
-    """FrozenLake's, for example."""
-    env = {"env_id": "user_envs:Probe-v0", "env_kwargs": '{"pays": "match"}'}
-    done = call(DISCRETE, tmp_path, *flags(**SMALL | env))
-    printed = [float(value) for value in re.findall(r"steps  return (\S+)", done.out)]
-    logged = [*curves(checkpoint_in(tmp_path).parent)["charts/episodic_return_100"].values()]
-    assert [printed[0], printed[-1]] == pytest.approx([logged[0], logged[-1]], rel=1e-3)
-    assert 0 < printed[0] != round(printed[0], 1)
 
 
 def test_a_copied_script_runs_alone(tmp_path):

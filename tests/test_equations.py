@@ -10,6 +10,7 @@ from helpers import (
     ATARI,
     CONTINUOUS,
     DISCRETE,
+    LSTM,
     D,
     RewardScale,
     atari_too,
@@ -89,10 +90,11 @@ class Given:
     def value(self, obs):
         return self.given_values
 
-    def __call__(self, obs):
+    def __call__(self, *inputs):
         return self.given_policy, self.given_values
 
 
+WEIGHTED = ATARI, LSTM  # their batches have filler rows, whose weight is 0
 COEFFICIENTS = "learning_rate", "clip_coef", "kl_coef", "ent_coef"
 
 
@@ -104,7 +106,8 @@ def random_batch(case, seed, rows=12):
     old_values, advantages, returns = noise[1:4, :, 0]
     columns = {"obs": noise[0], "actions": actions, "old_policy": old, "old_values": old_values}
     columns |= {"advantages": advantages, "returns": returns}
-    columns["weights"] = torch.tensor([1.0, 1.0, 0.0] * (rows // 3), dtype=torch.float64)  # 0 for filler rows
+    columns["weights"] = torch.tensor([1.0, 1.0, 0.0] * (rows // 3), dtype=torch.float64)
+    columns["starts"] = columns["memory"] = noise[0]  # what the agent sees does not matter here
     batch = case.script.Batch(**{name: columns[name] for name in case.script.Batch._fields})
     return new.requires_grad_(), (old_values + 0.5 * noise[4, :, 0]).requires_grad_(), batch
 
@@ -112,13 +115,13 @@ def random_batch(case, seed, rows=12):
 def reference_loss(case, policy, values, batch, args, surrogate, coefficients):
     """The loss and its metrics, by torch.distributions."""
     epsilon = coefficients["clip_coef"]
-    if case is ATARI:
+    if case in WEIGHTED:
         rows = batch.weights == 1
         policy, values, batch = policy[rows], values[rows], batch._make(column[rows] for column in batch)
     advantages, returns, actions = batch.advantages, batch.returns, batch.actions
     new, old = case.distribution(policy), case.distribution(batch.old_policy)
     if args.norm_adv:
-        std = advantages.std(correction=0 if case is ATARI else 1)
+        std = advantages.std(correction=0 if case in WEIGHTED else 1)
         advantages = (advantages - advantages.mean()) / (std + 1e-8)
     log_ratio = new.log_prob(actions) - old.log_prob(actions)
     ratio = log_ratio.exp()
@@ -145,15 +148,15 @@ BOOLS = False, True
 SURROGATES = (DISCRETE, "clip"), (DISCRETE, "kl-penalty"), (CONTINUOUS, "clip"), (CONTINUOUS, "kl-penalty")
 
 
-@pytest.mark.parametrize(("case", "surrogate"), [*SURROGATES, (ATARI, "clip")], ids=repr)
+@pytest.mark.parametrize(("case", "surrogate"), [*SURROGATES, (ATARI, "clip"), (LSTM, "clip")], ids=repr)
 @pytest.mark.parametrize("clip_vloss", BOOLS)
 @pytest.mark.parametrize("norm_adv", BOOLS)
 def test_loss(case, surrogate, clip_vloss, norm_adv):
     """Loss, metrics and gradients are the reference's; the state's coefficients count, not the settings'."""
     coefficients = {"clip_coef": 0.15, "kl_coef": 1.7, "ent_coef": 0.3}
     settings = {"norm_adv": norm_adv, "vf_coef": 0.8}
-    settings |= {} if case is CONTINUOUS else {"clip_vloss": clip_vloss}
-    if case is ATARI:
+    settings |= {} if case in (CONTINUOUS, LSTM) else {"clip_vloss": clip_vloss}
+    if case in WEIGHTED:
         args = case.make_args(**settings, clip_coef=0.15, ent_coef=0.3)
         rest = (args,)
     else:

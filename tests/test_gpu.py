@@ -74,31 +74,25 @@ def test_pendulums_are_gymnasiums():
     envs = ppo.Pendulums(make_args(num_envs=3)).double()
     envs.reset()
     theirs = [gym.make("Pendulum-v1") for _ in range(3)]
-    rng, starts = np.random.default_rng(0), []
-
-    def start(n):
-        theirs[n].reset()
-        theirs[n].unwrapped.state = np.array([envs.angle[n].item(), envs.speed[n].item()])
-        starts.append([envs.angle[n].item(), envs.speed[n].item()])
-
-    for n in range(3):
-        start(n)
+    rng, ends = np.random.default_rng(0), 0
+    for env in theirs:
+        env.reset()
     for _ in range(1000):
         actions = rng.uniform(-1.5, 1.5, (3, 1)).astype(np.float32)
+        states = torch.stack([envs.angle, envs.speed]).numpy()
         obs, rewards, terminated, truncated, last_obs = envs.step(torch.from_numpy(actions).double())
         assert not terminated.any()
         for n, env in enumerate(theirs):
+            env.unwrapped.state = states[:, n]  # the same again, as errors of rounding grow near the top
             their_obs, their_reward, _, their_end, _ = env.step(2 * actions[n])
             np.testing.assert_allclose(last_obs[n], their_obs, atol=1e-5)
             assert rewards[n].item() == pytest.approx(their_reward, abs=1e-5)
             assert truncated[n] == their_end
+            assert torch.equal(obs[n], last_obs[n]) != their_end
             if their_end:
-                assert not torch.equal(obs[n], last_obs[n])
-                start(n)
-            else:  # the same state again, as errors of rounding grow near the top
-                assert torch.equal(obs[n], last_obs[n])
-                env.unwrapped.state = np.array([envs.angle[n].item(), envs.speed[n].item()])
-    assert len(starts) == 3 * 6
+                env.reset()
+                ends += 1
+    assert ends == 3 * 5
     many = ppo.Pendulums(make_args(num_envs=20_000))
     many.reset()
     for values, bound in ((many.angle, np.pi), (many.speed, 1)):
@@ -108,10 +102,7 @@ def test_pendulums_are_gymnasiums():
 
 
 WRONG = {
-    "numpy_rewards": "rewards must be .* not ndarray",
     "another_shape": r"rewards must be .*\[16\] .* not .*\[16, 1\]",
-    "another_device": "observations must be .* cpu, not .* meta",
-    "float_ends": r"truncated must be .*bool .* not .*float32",
     "info_too": "5 tensors, not 6",
     "Moved": "must change steps in its place",
     "reset_with_info": "reset returns must be .* not tuple",
@@ -290,21 +281,16 @@ def test_an_update_is_the_equations(changes):
     assert metrics["explained_variance"] == pytest.approx(errors.item())
 
 
-def test_the_learning_rate_is_linear(tmp_path):
-    """To 0, where training ends."""
-    _, path = run(tmp_path, learning_rate=0.01)
-    rates = [*curves(path.parent)["charts/learning_rate"].values()]
-    assert rates == pytest.approx([0.01 * (1 - i / 8) for i in range(8)])
-
-
 def test_every_row_is_learnt_from(tmp_path, monkeypatch):
-    """Once in each epoch, in another order."""
+    """Once in each epoch, in another order, with a learning rate that is 0 where training ends."""
     update, seen = ppo.update, []
     monkeypatch.setattr(ppo, "update", lambda *x: seen.extend(x[3].clone()) or update(*x))
-    run(tmp_path)
+    _, path = run(tmp_path, learning_rate=0.01)
     assert len(seen) == 8 * 2
     assert all(torch.equal(order.sort().values, torch.arange(128)) for order in seen)
     assert len({tuple(order.tolist()) for order in seen}) == 16
+    rates = [*curves(path.parent)["charts/learning_rate"].values()]
+    assert rates == pytest.approx([0.01 * (1 - i / 8) for i in range(8)])
 
 
 # CUDA graphs, on a CPU: `recorded` itself, with a stand-in for torch.cuda
@@ -430,22 +416,14 @@ def test_graphs_on_a_gpu():
 
 
 def test_what_a_run_prints_and_holds(trained):
-    """Its path, progress, evaluation; a checkpoint that loads without executing code."""
-    for text in (
-        r"^Pendulum: 0 of 7,680 steps, seed 1$",
-        r"^ +7,680 steps  return -1\d\d\d.*  KL 0\.\d+  [\d,]+/s  0 min left$",
-        r"^evaluation return -[\d.]+ ± [\d.]+ with the most likely actions$",
-        r"^checkpoint (\S+checkpoint.pt), curves: tensorboard --logdir runs$",
-    ):
-        found = re.search(text, trained.printed, re.MULTILINE)
-        assert found, text
-    assert (trained.folder / found[1]).samefile(trained.path)
+    """Its path, the return of whole episodes, and a checkpoint that loads without executing code."""
+    assert re.search(r"^ +7,680 steps  return -1\d\d\d", trained.printed, re.MULTILINE)
+    (path,) = re.findall(r"^checkpoint (\S+),", trained.printed, re.MULTILINE)
+    assert (trained.folder / path).samefile(trained.path)
     content = load(trained.path)
     assert content["state"]["global_step"] == 7680
     assert content["agent"]["obs_moments.count"] == content["agent"]["return_moments.count"] == 7680
     assert {slots["step"].item() for slots in content["optimizer"]["state"].values()} == {60 * 2 * 4}
-    files = sorted(path.name.split(".")[0] for path in trained.path.parent.iterdir())
-    assert files == ["checkpoint", "events", "ppo_gpu"]
 
 
 def test_a_run_that_was_stopped_resumes_as_if_it_had_not_been(trained, tmp_path, monkeypatch):
@@ -475,30 +453,6 @@ def test_a_run_that_was_stopped_resumes_as_if_it_had_not_been(trained, tmp_path,
     resumed, whole = curves(path.parent), curves(trained.path.parent)
     whole["charts/episodic_return_100"] = resumed["charts/episodic_return_100"] = None  # of this process
     assert resumed == whole
-
-
-def test_curves_have_whole_episodes(tmp_path):
-    """Mean return and length of those that ended in an iteration, without the first of each environment."""
-    returns, lengths = {}, {}
-    make_batch = ppo.make_batch
-    with pytest.MonkeyPatch.context() as patch:
-        rollouts = []
-        patch.setattr(ppo, "make_batch", lambda agent, *x: rollouts.append(x[0]) or make_batch(agent, *x))
-        _, path = run(tmp_path, env_id=SCRIPTED)
-    first = np.ones(16, bool)
-    total, length = np.zeros((2, 16))
-    for i, rollout in enumerate(rollouts, 1):
-        ended = []
-        for t in range(8):
-            total, length = total + rollout.rewards[t].numpy(), length + 1
-            over = (rollout.terminated | rollout.truncated)[t].numpy()
-            ended += zip(total[over & ~first], length[over & ~first], strict=True)
-            first, total, length = first & ~over, total * ~over, length * ~over
-        if ended:
-            returns[i * 128], lengths[i * 128] = np.mean(ended, 0)
-    found = curves(path.parent)
-    assert found["charts/episodic_return"] == pytest.approx(returns, rel=1e-4)
-    assert found["charts/episodic_length"] == pytest.approx(lengths)
 
 
 def test_resuming_with_other_environments(trained, tmp_path):
@@ -536,10 +490,10 @@ def test_evaluation_ends_with_each_episode(tmp_path):
     args = make_args(env_id=SCRIPTED, num_envs=7)
     envs = gpu_envs.Scripted(args)
     returns = ppo.evaluate(path, args, envs)
-    expected = [sum(gpu_envs.Scripted.reward(n, 1, step) for step in range(1, 7)) for n in range(7)]
+    expected = []
     for n in range(7):
         last = next(step for step in range(1, 7) if any(gpu_envs.Scripted.ends(n, 1, step)))
-        expected[n] = sum(gpu_envs.Scripted.reward(n, 1, step) for step in range(1, last + 1))
+        expected.append(sum(gpu_envs.Scripted.reward(n, 1, step) for step in range(1, last + 1)))
     np.testing.assert_allclose(returns, expected, rtol=1e-5)
 
 

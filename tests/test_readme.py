@@ -176,17 +176,6 @@ def test_every_flag_exists():
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= flags | others, name
 
 
-def test_every_extra_exists():
-    """Each extra that the documents install is one of the package's."""
-    text = "".join(PAGES.values())
-    extras = {extra for names in re.findall(r"\.\[([\w,]+)\]", text) for extra in names.split(",")}
-    project = (
-        (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[project.optional-dependencies]")[1]
-    )
-    assert extras
-    assert extras <= set(re.findall(r"^(\w+) = \[", project, re.MULTILINE))
-
-
 @pytest.mark.parametrize("script", SCRIPTS.values())
 def test_every_variant_is_accepted(script):
     """The flags in the table of variants parse and are accepted together."""
@@ -209,16 +198,6 @@ def test_links():
                 headings = re.findall(r"^#+ (.*)$", linked, re.MULTILINE)
                 assert anchor in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
         assert [file for file in files if not (path.parent / file).is_file()] == [], name
-
-
-def test_equations_are_where_the_table_says():
-    """The functions and classes in the table of equations are in `ppo.py`, before the ruled line."""
-    first_half = (ROOT / "ppo.py").read_text(encoding="utf-8").split("# ========")[0]
-    (table,) = re.findall(r"\| paper \| code \|\n(.*?)\n\n", README, re.DOTALL)
-    names = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.rsplit(" | ", 1)[1])]
-    assert len(names) > 5
-    for name in names:
-        assert re.search(rf"^(def|class) {name}\b", first_half, re.MULTILINE), name
 
 
 def tags_in(folder: Path) -> set[str]:

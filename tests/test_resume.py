@@ -151,6 +151,7 @@ def test_an_interrupted_update_is_not_saved(case, tmp_path, monkeypatch):
 FAULTS = {
     "raise": "RuntimeError: the simulator broke",
     "nan reward": "FloatingPointError: a reward or an observation is NaN",
+    "nan observation": "FloatingPointError: a reward or an observation is NaN",
 }
 
 

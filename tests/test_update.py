@@ -2,7 +2,6 @@
 
 import copy
 import math
-from unittest import mock
 
 import gymnasium as gym
 import numpy as np
@@ -341,27 +340,6 @@ def test_compiled_gradients_are_those_of_eager(surrogate):
         torch.testing.assert_close(metrics[0], metrics[1], rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-5)
         assert 0.1 < metrics[0]["clipfrac"] < 1
-
-
-@pytest.mark.slow
-def test_what_cannot_be_compiled_is_an_error():
-    """A loss that reads a number would otherwise be compiled in parts, without gradients."""
-    case = CONTINUOUS
-    args = case.make_args()
-    agent, state = case.make_agent(args), case.make_state(args)
-    batch = case.make_batch(agent, case.make_rollout(args, agent), args)
-
-    def reads_a_number(*arguments):
-        loss, metrics = ppo_loss(*arguments)
-        return (2 * loss if metrics["entropy"].item() > 0 else loss), metrics
-
-    ppo_loss = case.script.ppo_loss
-    compiled = case.script.compiled(case.script.compute_gradients)
-    with (
-        mock.patch.object(case.script, "ppo_loss", reads_a_number),
-        pytest.raises(torch._dynamo.exc.TorchDynamoException),
-    ):
-        compiled(agent, batch, args, state)
 
 
 def test_floor_of_the_standard_deviation():
