@@ -5,6 +5,10 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import ale_py
@@ -124,3 +128,58 @@ def test_language_studies():
         assert run.seed in study.seeds
         points = curves[(curves.study == run.study) & (curves.seed == run.seed)]
         assert points.episodes.tolist() == list(range(0, run.episodes + 1, language.SPACING))
+
+
+TINY = """
+SB3["CartPole-v1"] = {"n_envs": 2, "n_steps": 64, "learning_rate": "linear 0.001", "normalize": True}
+EXPERIMENTS = {
+    "tiny": Experiment("tiny", "", "ppo.py", [("CartPole-v1", 40_000, 1)], "--eval-episodes 2"),
+    "gpu": Experiment("gpu", "", "ppo_gpu.py", [("Pendulum", 20_000, 1)], "--num-envs 16 --device cpu"),
+    "peer": Experiment("peer", "", "sb3", [("CartPole-v1", 600, 1)]),
+    "bad": Experiment("bad", "", "ppo.py", [("NoSuch-v0", 4_000, 1)]),
+}
+"""
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the scripts and the runner with a short list of experiments, without git and results."""
+    (tmp_path / "results/data").mkdir(parents=True)
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
+    for name in ("ppo.py", "ppo_gpu.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    with open(tmp_path / "benchmarks/experiments.py", "a") as file:
+        file.write(TINY)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_runner(copy):
+    """What is missing is listed, done, and stored once; Ctrl-C stops a run, which then continues."""
+    command = [sys.executable, "-u", "benchmarks/run.py"]
+
+    def finish(*flags):
+        done = subprocess.run([*command, *flags], cwd=copy, capture_output=True, text=True, timeout=200)
+        return done.returncode, done.stdout.splitlines()
+
+    assert finish("--dry-run")[1] == [
+        "missing tiny/CartPole-v1_40000/1", "missing gpu/Pendulum_20000/1", "missing peer/CartPole-v1_600/1",
+        "missing bad/NoSuch-v0_4000/1", "0 of 4 stored",
+    ]  # fmt: skip
+    process = subprocess.Popen([*command, "--only", "tiny"], cwd=copy, stdout=subprocess.PIPE, text=True)
+    while " steps  return" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) != 0
+    status, output = finish()
+    assert (status, output[-1]) == (1, "3 of 4 stored")
+    assert "bad/NoSuch-v0_4000/1 failed" in output
+    table = pd.read_csv(copy / "results/data/runs.csv").set_index("experiment")
+    assert dict(table.sessions) == {"tiny": 2, "gpu": 1, "peer": 1}
+    assert dict(table.episodes) == {"tiny": 2, "gpu": 16, "peer": 10}
+    assert (table.seconds > 0).all()
+    assert 0 < table.training["tiny"] <= 500
+    assert set(pd.read_csv(copy / "results/data/curves.csv").experiment) == {"tiny", "gpu", "peer"}
+    assert finish("--dry-run")[1] == ["missing bad/NoSuch-v0_4000/1", "3 of 4 stored"]
+    subprocess.run(["git", "init", "--quiet"], cwd=copy, check=True)
+    assert finish()[0] == 1  # uncommitted

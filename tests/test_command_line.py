@@ -14,10 +14,12 @@ from helpers import (
     DISCRETE,
     LSTM,
     ROOT,
+    SMALL,
     assert_help,
     atari_too,
     call,
     checkpoint_in,
+    curves,
     flags,
     load,
     memory_too,
@@ -194,3 +196,13 @@ def test_a_module_is_imported_only_if_the_command_line_names_it(flag, trained, t
         assert not (tmp_path / "imported").exists()
     call(DISCRETE, tmp_path, "--env-id", "stranger:Mine-v9")  # is imported, and has no such version
     assert (tmp_path / "imported").exists()
+
+
+def test_returns_below_one_are_readable(tmp_path):
+    """FrozenLake's, for example."""
+    env = {"env_id": "user_envs:Probe-v0", "env_kwargs": '{"pays": "match"}'}
+    done = call(DISCRETE, tmp_path, *flags(**SMALL | env))
+    printed = [float(value) for value in re.findall(r"steps  return (\S+)", done.out)]
+    logged = [*curves(checkpoint_in(tmp_path).parent)["charts/episodic_return_100"].values()]
+    assert [printed[0], printed[-1]] == pytest.approx([logged[0], logged[-1]], rel=1e-3)
+    assert 0 < printed[0] != round(printed[0], 1)

@@ -1166,3 +1166,32 @@ def test_bfloat16_needs_a_model():
     """The built-in networks would compute their logits in bfloat16."""
     with pytest.raises(ValueError, match="--bfloat16"):
         rlhf.train(rlhf.Args(bfloat16=True))
+
+
+def test_gpt_is_that_of_transformers():
+    """With the same weights, log-probabilities and samples are the same."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=11, n_embd=16, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0, embd_pdrop=0,
+        attn_pdrop=0,
+    )  # fmt: skip
+    theirs, ours = transformers.GPT2LMHeadModel(config).double().eval(), random_gpt(1, vocabulary=11)
+    names = {
+        "transformer.": "", "wte": "tokens", "wpe": "positions", "ln_f": "norm", "h.": "blocks.",
+        "ln_": "norm", "attn.c_attn": "qkv", "attn.c_proj": "projection", "mlp.c_fc": "hidden",
+        "mlp.c_proj": "output",
+    }  # fmt: skip
+    for name, weight in theirs.named_parameters():
+        transposed = name.endswith("weight") and ".c_" in name
+        for their_part, our_part in names.items():
+            name = name.replace(their_part, our_part)
+        own = ours.get_parameter(name).detach()
+        weight.data.copy_(own.T if transposed else own)
+    batch = to_responses([2, 3], [[0, 2, STOP], [3, 3, 0, 0, 2, STOP]], padding=3)
+    own, other = (rlhf.token_log_probs(model, batch, 0.7) for model in (ours, theirs))
+    torch.testing.assert_close(own[batch.mask], other[batch.mask])
+    task, generated = make_task(["2 3", "7 8 9 10"]), []
+    for model in (ours, theirs):
+        torch.manual_seed(0)
+        generated.append(rlhf.generate(model, task, task.prompts, rlhf.Args(max_response_length=6))[0])
+    assert all(torch.equal(own, other) for own, other in zip(*generated, strict=True))

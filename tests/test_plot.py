@@ -143,3 +143,18 @@ def test_resumed_run_has_no_step_twice_and_no_pause(tmp_path):
     assert curve.value.tolist() == [1.0] * 4 + [2.0] * 4
     assert curve.seconds.is_monotonic_increasing
     assert curve.seconds.max() < 100
+
+
+def test_equal_numbers_are_one_experiment(tmp_path, monkeypatch):
+    """5000 comes from the command line, 5000.0 from Python. The last run's script has no such setting."""
+    monkeypatch.chdir(tmp_path)
+    for seed, row in enumerate(["|steps|5000|", "|steps|5000.0|", "|steps|5e3|", "|steps|None|", ""]):
+        folder = Path("runs", OURS.format(seed, 0))
+        write(folder, [(100, 1.0)])
+        with SummaryWriter(str(folder)) as writer:
+            writer.add_text("settings", f"|setting|value|\n|-|-|\n|norm|True|\n{row}")
+    assert seeds_of_experiments() == {
+        ("CartPole-v1", "ppo, steps 5000"): 3,
+        ("CartPole-v1", "ppo, steps None"): 1,
+        ("CartPole-v1", "ppo, steps unknown"): 1,
+    }

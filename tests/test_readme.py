@@ -230,3 +230,13 @@ def test_no_other_metric_is_documented(folder):
     written = set().union(*(tags_in(run) for run in folder.glob("runs/*")))
     atari = (ROOT / "ppo_atari.py").read_text(encoding="utf-8")
     assert [tag for tag in documented_tags() - written if f'"{tag.split("/")[1]}"' not in atari] == []
+
+
+def test_equations_are_where_the_table_says():
+    """The functions and classes in the table of equations are in `ppo.py`, before the ruled line."""
+    first_half = (ROOT / "ppo.py").read_text(encoding="utf-8").split("# ========")[0]
+    (table,) = re.findall(r"\| paper \| code \|\n(.*?)\n\n", README, re.DOTALL)
+    names = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.rsplit(" | ", 1)[1])]
+    assert len(names) > 5
+    for name in names:
+        assert re.search(rf"^(def|class) {name}\b", first_half, re.MULTILINE), name

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from unittest import mock
 
 import gymnasium as gym
 import numpy as np
@@ -418,3 +419,24 @@ def test_a_loss_without_gradients_stops_the_run(case, tmp_path, monkeypatch):
     done = call(case, tmp_path, *flags(env_id=case.walk, num_envs=4, num_steps=32, total_timesteps=300))
     assert done.status == 1
     assert "FloatingPointError: the gradient is 0" in done.err
+
+
+@pytest.mark.slow
+def test_what_cannot_be_compiled_is_an_error():
+    """A loss that reads a number would otherwise be compiled in parts, without gradients."""
+    case = CONTINUOUS
+    args = case.make_args()
+    agent, state = case.make_agent(args), case.make_state(args)
+    batch = case.make_batch(agent, case.make_rollout(args, agent), args)
+
+    def reads_a_number(*arguments):
+        loss, metrics = ppo_loss(*arguments)
+        return (2 * loss if metrics["entropy"].item() > 0 else loss), metrics
+
+    ppo_loss = case.script.ppo_loss
+    compiled = case.script.compiled(case.script.compute_gradients)
+    with (
+        mock.patch.object(case.script, "ppo_loss", reads_a_number),
+        pytest.raises(torch._dynamo.exc.TorchDynamoException),
+    ):
+        compiled(agent, batch, args, state)
