@@ -1195,3 +1195,13 @@ def test_gpt_is_that_of_transformers():
         torch.manual_seed(0)
         generated.append(rlhf.generate(model, task, task.prompts, rlhf.Args(max_response_length=6))[0])
     assert all(torch.equal(own, other) for own, other in zip(*generated, strict=True))
+
+
+def test_a_reference_that_was_not_saved_is_missed(tmp_path, monkeypatch):
+    """A run without a KL penalty has no reference to resume with one; a new network would be another."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(grpo, "learn_to_write", lambda *given: None)
+    args = grpo.Args(batch_size=32, num_minibatches=2, total_episodes=32)
+    path = grpo.train(args)
+    with pytest.raises(RuntimeError, match="reference"):
+        grpo.train(replace(args, resume=str(path), total_episodes=64, kl_coef=0.1))
