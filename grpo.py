@@ -893,6 +893,17 @@ def parse_args() -> Args:
     return args
 
 
+def print_commands(args: Args, path: Path) -> None:
+    """Say how to resume a run, to read its responses, and to check it."""
+    script = Path(sys.argv[0])
+    functions = f" --reward-function {' '.join(args.reward_function)}" if args.reward_function else ""
+    episodes = f"--total-episodes {2 * args.total_episodes:.0f}"
+    print(f"resume: python {script} --resume {path}{functions} {episodes}")
+    print(f"read:   tail -n 3 {path.with_name('completions.jsonl')}")
+    if (coach := script.with_name("coach.py")).exists():  # not beside a copy
+        print(f"check:  python {coach} check {path.parent}")
+
+
 def main() -> None:
     """The command line. Invalid settings and files end with exit status 2."""
     sys.path.append(".")  # where the `module:` of --reward-function is looked for, too
@@ -904,7 +915,9 @@ def main() -> None:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: save, and stop
-    train(args, task)
+    path = train(args, task)
+    if RANK == 0:
+        print_commands(args, path)
 
 
 if __name__ == "__main__":

@@ -575,6 +575,9 @@ class Run:
             returns, lengths = np.transpose(episodes)
             self.returns.extend(returns)
             scalars["charts/episodic_return"] = returns.mean()
+            scalars["charts/episodic_return_std"] = returns.std()
+            scalars["charts/episodic_return_min"] = returns.min()
+            scalars["charts/episodic_return_max"] = returns.max()
             scalars["charts/episodic_return_100"] = self.average = float(np.mean(self.returns[-100:]))
             scalars["charts/episodic_length"] = lengths.mean()
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
@@ -673,6 +676,16 @@ def parse_args() -> Args:
     return args
 
 
+def print_commands(args: Args, path: str) -> None:
+    """Say how to resume a run, to watch its agent, and to check it."""
+    script = Path(sys.argv[0])
+    module = f" --env-id {args.env_id}" if ":" in args.env_id else ""  # a checkpoint imports none by itself
+    print(f"resume: python {script} --resume {path}{module} --total-timesteps {2 * args.total_timesteps:.0f}")
+    print(f"watch:  python {script} --evaluate {path}{module} --capture-video")
+    if (coach := script.with_name("coach.py")).exists():  # not beside a copy
+        print(f"check:  python {coach} check {Path(path).parent}")
+
+
 def main() -> None:
     """The command line. Invalid settings end with exit status 2."""
     try:
@@ -683,7 +696,7 @@ def main() -> None:
     if args.evaluate:
         evaluate(args.evaluate, args)
     else:
-        train(args)
+        print_commands(args, train(args)["checkpoint"])
 
 
 if __name__ == "__main__":

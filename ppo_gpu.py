@@ -603,8 +603,12 @@ class Run:
         _, returns, lengths = rollout.sums.unbind(1)
         ended = (rollout.terminated | rollout.truncated) & ~returns.isnan()  # of whole episodes
         if ended.any():
-            self.returns = [*self.returns, *returns[ended].tolist()][-100:]
-            scalars["charts/episodic_return"] = returns[ended].mean().item()
+            finished = returns[ended].tolist()
+            self.returns = [*self.returns, *finished][-100:]
+            scalars["charts/episodic_return"] = np.mean(finished)
+            scalars["charts/episodic_return_std"] = np.std(finished)
+            scalars["charts/episodic_return_min"] = np.min(finished)
+            scalars["charts/episodic_return_max"] = np.max(finished)
             scalars["charts/episodic_return_100"] = self.average = float(np.mean(self.returns))
             scalars["charts/episodic_length"] = lengths[ended].mean().item()
         scalars["charts/learning_rate"] = self.optimizer.param_groups[0]["lr"].item()
@@ -706,6 +710,17 @@ def parse_args() -> Args:
     return args
 
 
+def print_commands(args: Args, path: str, can_render: bool) -> None:
+    """Say how to resume a run, to watch its agent, and to check it."""
+    script = Path(sys.argv[0])
+    module = f" --env-id {args.env_id}" if ":" in args.env_id else ""  # a checkpoint imports none by itself
+    video = " --capture-video" if can_render else ""
+    print(f"resume: python {script} --resume {path}{module} --total-timesteps {2 * args.total_timesteps:.0f}")
+    print(f"watch:  python {script} --evaluate {path}{module}{video}")
+    if (coach := script.with_name("coach.py")).exists():  # not beside a copy
+        print(f"check:  python {coach} check {Path(path).parent}")
+
+
 def main() -> None:
     """The command line. Invalid settings end with exit status 2."""
     sys.path.append(".")  # where the `module:` of --env-id is looked for, too
@@ -718,7 +733,9 @@ def main() -> None:
     if args.evaluate:
         evaluate(args.evaluate, args, envs)
     else:
-        train(args, envs)
+        results = train(args, envs)
+        if results:  # of the first process
+            print_commands(args, results["checkpoint"], hasattr(envs, "render"))
 
 
 if __name__ == "__main__":

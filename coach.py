@@ -1,0 +1,759 @@
+"""Plan a run, and check runs: advice for all scripts here, in one place.
+
+    python coach.py plan --env-id HalfCheetah-v5 --total-timesteps 1e6
+    python coach.py check runs/*
+    python coach.py check runs/* --watch
+
+`plan` says which script fits an environment, what a run will do, what to watch, and how long it will take. It
+takes any flag of the script, and refuses unsafe settings. It needs the scripts beside this file.
+
+`check` reads what runs have logged for TensorBoard, those of CleanRL too. For each run, it prints its metrics
+at first and now, what is wrong, and what to do. It needs this file alone.
+
+The exit status is 0 if all is well, 1 if something is wrong with a run, and 2 if a plan is refused or
+there is nothing to check. docs/metrics.md explains the metrics and the rules.
+"""
+
+import contextlib
+import importlib
+import json
+import logging
+import math
+import operator
+import os
+import re
+import shlex
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from glob import glob
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import tyro
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+# ------------------------------------------------- Metrics and rules ---------------------------------------
+
+
+class Metric(NamedTuple):
+    """A number that runs log."""
+
+    name: str  # in the rules
+    label: str  # in the printed table
+    healthy: str
+    tags: tuple[str, ...]  # the first one that a run has
+
+
+METRICS = [
+    Metric("return", "return", "rises", ("charts/episodic_return", "reward")),
+    Metric("return_std", "  its deviation", "", ("charts/episodic_return_std",)),
+    Metric("return_min", "  lowest", "", ("charts/episodic_return_min",)),
+    Metric("return_max", "  highest", "", ("charts/episodic_return_max",)),
+    Metric("length", "length", "as the task asks", ("charts/episodic_length", "completions/mean_length")),
+    Metric("kl", "KL divergence", "0 to 0.05", ("losses/kl", "losses/approx_kl", "policy/approxkl_avg")),
+    Metric("first_kl", "KL before the 1st step", "0 to 1e-4", ("losses/first_approx_kl",)),
+    Metric("clipfrac", "clip fraction", "0 to 0.4", ("losses/clipfrac", "policy/clipfrac_avg")),
+    Metric("entropy", "entropy", "falls slowly", ("losses/entropy", "entropy")),
+    Metric("std", "standard deviation", "0.05 to 3", ("losses/std",)),
+    Metric("explained_variance", "explained variance", "rises towards 1",
+           ("losses/explained_variance", "val/explained_variance")),
+    Metric("critic_error", "critic error", "falls", ("losses/critic_error",)),
+    Metric("policy_loss", "policy loss", "near 0", ("losses/policy_loss", "loss/policy_avg")),
+    Metric("value_loss", "value loss", "bounded", ("losses/value_loss", "loss/value_avg")),
+    Metric("grad_norm", "gradient norm", "bounded", ("losses/grad_norm", "grad_norm")),
+    Metric("reward_clipfrac", "rewards at their clip", "near 0", ("losses/reward_clipfrac",)),
+    Metric("reference_kl", "KL from the reference", "below 10", ("objective/kl",)),
+    Metric("sampling_difference", "sampling vs. learning", "0 to 0.1",
+           ("sampling/sampling_logp_difference/mean",)),
+    Metric("equal_groups", "groups of equal reward", "below 0.5", ("frac_reward_zero_std",)),
+    Metric("cut_off", "responses cut off", "near 0", ("completions/clipped_ratio",)),
+    Metric("gold", "score never learnt from", "rises", ("eval/gold",)),
+]  # fmt: skip
+
+OF_EPISODES = "return", "length", "gold"  # how the names of those begin that not every iteration logs
+# What the rules compare besides metrics and settings:
+#
+#   progress            share of the steps that were asked for, from 0 to 1
+#   steps               gradient steps per iteration: epochs x minibatches
+#   unnormalised_steps  the same, if advantages are not normalised (nor rewards scaled, in ppo_continuous.py)
+#   monitored           1 if the KL divergence and the clip fraction are logged, else 0
+#   finite              1 if the losses, the KL divergence, the entropy and the return are finite, else 0
+#   gain                by how many standard deviations of an episode the return has risen since the start
+#   equal_returns       1 if all returns, of at least 100 episodes, have been the same, else 0
+#   entropy_share       entropy, as a share of the largest one so far; unknown for Gaussians
+#   length_share        length of episodes, as a share of that of the first ones
+#   gold_drop           share of its rise that the score that is never learnt from has lost again
+
+
+class Rule(NamedTuple):
+    """What is wrong with a run if `when` is true in so many iterations in a row, and what to do."""
+
+    when: str  # comparisons; one with an unknown number is false
+    iterations: int
+    problem: str
+    remedy: str
+    section: str  # of docs/metrics.md
+
+
+# Settings that `plan` refuses. `check` finds them among the settings that a run has logged.
+UNSAFE = [
+    Rule("update_epochs > 30", 1, "more than 30 epochs per rollout",
+         "the policy moves too far from the one that collected the data; 3 to 10 epochs are usual",
+         "Unsafe settings"),
+    Rule("clip_coef > 0.3", 1, "a clip range above 0.3",
+         "such a clip no longer bounds an update; 0.1 to 0.3 is usual", "Unsafe settings"),
+    Rule("unnormalised_steps > 1", 1, "several gradient steps on advantages that are not normalised",
+         "their scale decides how far the policy moves: use --norm-adv (in ppo_continuous.py, --norm-rewards "
+         "will do), or one step: --update-epochs 1 --num-minibatches 1", "Unsafe settings"),
+    Rule("gamma < 0.5", 1, "a discount factor below 0.5",
+         "rewards count for less than two steps, as the horizon is 1 / (1 - γ); 0.9 to 0.999 is usual",
+         "Unsafe settings"),
+]  # fmt: skip
+# What is wrong with a run, the most serious first. The limits were chosen on runs with planted bugs and on
+# healthy ones: see docs/metrics.md.
+RULES = [
+    *UNSAFE,
+    Rule("monitored < 1", 1, "the KL divergence or the clip fraction is not logged",
+         "log both, as losses/approx_kl and losses/clipfrac: they show how far an update moves the policy",
+         "The update"),
+    Rule("finite < 1", 1, "a loss, the KL divergence, the entropy or a return is NaN or infinite",
+         "look for NaN in rewards and observations; lower --learning-rate", "The update"),
+    Rule("first_kl > 1e-4", 2, "acting and learning do not compute the same policy",
+         "before the first gradient step, the KL divergence must be 0, up to rounding: look for dropout, "
+         "other masks, or a normaliser that changes between acting and learning", "The update"),
+    Rule("sampling_difference > 0.1", 2, "sampling and learning do not compute the same log-probabilities",
+         "compare those of one response: temperature, padding, cache, dtype", "Language models"),
+    Rule("kl > 1", 1, "an update went much too far",
+         "start again with a lower --learning-rate; if it is usual, check the sign of the policy loss",
+         "The update"),
+    Rule("equal_returns > 0", 20, "all returns have been the same",
+         "print the rewards of a few episodes: are they constant, or always 0?", "The return does not rise"),
+    Rule("gain < -0.5", 10, "the return is lower than at first",
+         "check the sign of the policy loss, and that the learner sees the environment's rewards",
+         "The return does not rise"),
+    Rule("kl > 0.1", 5, "updates go far too far", "lower --learning-rate, or --update-epochs", "The update"),
+    Rule("kl > 0.05", 5, "updates go too far", "lower --learning-rate, or --update-epochs", "The update"),
+    Rule("clipfrac > 0.8", 5, "nearly all samples are clipped",
+         "they no longer hold the policy: lower --learning-rate, or --update-epochs", "The update"),
+    Rule("clipfrac > 0.4", 20, "many samples are clipped for long, and the policy drifts",
+         "lower --learning-rate, or --update-epochs", "The update"),
+    Rule("entropy_share < 0.05 and gain < 1", 20, "the policy collapsed: hardly random, with a poor return",
+         "raise --ent-coef, or lower --learning-rate; check that the rewards favour what you want",
+         "The return does not rise"),
+    Rule("std < 0.05 and gain < 1", 20, "the policy collapsed: hardly random, with a poor return",
+         "raise --min-log-std, or --ent-coef", "The return does not rise"),
+    Rule("std > 3", 10, "the policy became too random",
+         "1 is half of an action's range: lower --ent-coef, or --learning-rate", "The data and the critic"),
+    Rule("kl < 1e-6 and progress < 0.5 and not gain > 1", 20, "the policy hardly changes",
+         "the learning rate is too low, or so high that the policy collapsed at once, or no step is taken",
+         "The return does not rise"),
+    Rule("clipfrac = 0 and steps > 1 and progress < 0.5 and not gain > 1", 20, "no sample is ever clipped",
+         "updates are very small: raise --learning-rate, or --update-epochs", "The update"),
+    Rule("explained_variance < 0.05 and critic_error > 0.03 and progress > 0.1", 20,
+         "the critic predicts little",
+         "check that the observations tell what the return depends on, that rewards are not noise, and that "
+         "the value loss has a gradient (--vf-coef)", "The data and the critic"),
+    Rule("reward_clipfrac > 0.5", 10, "most scaled rewards are at the limit of their clip",
+         "the learner sees no difference between them: subtract their mean, or use --no-norm-rewards",
+         "The data and the critic"),
+    Rule("entropy_share > 0.97 and progress > 0.5 and gain < 0.3", 10, "the policy is as random as at first",
+         "lower --ent-coef, or raise --learning-rate; check that advantages belong to their actions",
+         "The return does not rise"),
+    Rule("gain < 0.3 and progress > 0.5", 10, "the return is hardly higher than at first",
+         "if rewards are rare, train longer; else see the symptoms in docs/metrics.md",
+         "The return does not rise"),
+    Rule("equal_groups > 0.9 and gain < 0.3", 10, "nearly all groups of responses have equal rewards",
+         "nothing is learnt from them: the prompts are too hard or too easy, or the model is destroyed",
+         "Language models"),
+    Rule("cut_off > 0.5", 10, "most responses are cut off",
+         "raise --max-response-length, or check the stop tokens, which a run prints at its start",
+         "Language models"),
+    Rule("reference_kl > 30", 10, "the policy is far from the reference",
+         "raise --kl-coef, and read completions: is the reward exploited?", "Language models"),
+]  # fmt: skip
+# What may be as it should. A question does not change the exit status.
+QUESTIONS = [
+    Rule("length < 10 and length_share < 0.5 and gain > 0.3", 20,
+         "the return rises, and episodes shorten to nothing",
+         "is a quick end what you want? Watch the agent. If it is not, look for rewards that are negative in "
+         "each step", "The return does not rise"),
+]  # fmt: skip
+
+
+# ------------------------------------------------- Reading runs --------------------------------------------
+
+
+@dataclass
+class RunLog:
+    """What a run has logged."""
+
+    folder: Path
+    settings: dict[str, str]
+    steps: np.ndarray  # [I], transitions or responses after each of I iterations
+    last_time: float  # of the last entry, in seconds since 1970
+    total: float = math.nan  # how many steps were asked for, if that is logged
+    numbers: dict[str, np.ndarray] = field(default_factory=dict)  # what the rules compare, [I] each
+
+    @property
+    def finished(self) -> bool:
+        """Whether no iteration is missing. CleanRL leaves out the last one, if it would be incomplete."""
+        return self.steps[-1] + np.diff(self.steps[-2:]).sum() >= self.total
+
+
+def find_runs(paths: tuple[str, ...]) -> list[Path]:
+    """The folders with TensorBoard's files, at any depth below these paths or patterns."""
+    folders: set[Path] = set()
+    for path in [Path(path) for pattern in paths for path in glob(pattern) or [pattern]]:
+        files = [path] if path.is_file() else path.rglob("*tfevents*")
+        folders |= {file.parent for file in files}
+    return sorted(folders)
+
+
+def open_events(folder: Path) -> EventAccumulator:
+    """A reader of what a run logs; each `Reload` reads what is new."""
+    logging.getLogger("tensorboard").setLevel("ERROR")  # it warns of each step that a --resume repeats
+    return EventAccumulator(str(folder), size_guidance={"scalars": 0})  # 0: all, not a sample
+
+
+def read_settings(events: EventAccumulator) -> dict[str, str]:
+    """The settings, from the table that the script has logged."""
+    for tag in {"settings/text_summary", "hyperparameters/text_summary"} & set(events.Tags()["tensors"]):
+        table = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
+        return dict(re.findall(r"^\|(\w+)\|(.*?)\|$", table.split("|-|-|")[1], re.M | re.S))
+    return {}
+
+
+def read_run(folder: Path, events: EventAccumulator) -> RunLog | None:
+    """What a run has logged so far; None if that is no iteration yet."""
+    events.Reload()
+    logged = events.Tags()["scalars"]
+    tags = {metric.name: next((tag for tag in metric.tags if tag in logged), None) for metric in METRICS}
+    entries = {name: events.Scalars(tag) for name, tag in tags.items() if tag}
+    # Returns are no iterations, as CleanRL logs each episode's; nor are evaluations.
+    steps = {event.step for name in entries if not name.startswith(OF_EPISODES) for event in entries[name]}
+    if not steps:
+        return None
+    last_time = max(events[-1].wall_time for events in entries.values())
+    run = RunLog(folder, read_settings(events), np.array(sorted(steps)), last_time)
+    settings = numbers_of(run.settings)
+    run.total = settings.get("total_timesteps", settings.get("total_episodes", math.nan))
+    run.numbers |= {name: np.full(len(steps), value) for name, value in settings.items()}
+    for name in entries:
+        values = {event.step: event.value for event in entries[name]}
+        run.numbers[name] = np.array([values.get(step, math.nan) for step in run.steps.tolist()])
+    add_derived(run)
+    if "return" in entries:
+        a_response_is_an_episode = tags["return"] == "reward"
+        add_returns(run, entries, a_response_is_an_episode)
+    return run
+
+
+def as_number(value: Any) -> float:
+    """A setting as a number: True is 1, False is 0, and what is no number is NaN."""
+    try:
+        return float({"True": 1, "False": 0}.get(str(value), value))
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def numbers_of(settings: dict[str, Any]) -> dict[str, float]:
+    """What the rules compare of settings, as logged or as in `Args`."""
+    numbers = {name: as_number(value) for name, value in settings.items()}
+    if settings.get("surrogate") == "kl-penalty":
+        numbers["clip_coef"] = math.nan  # it clips nothing
+    numbers["steps"] = numbers.get("update_epochs", math.nan) * numbers.get("num_minibatches", math.nan)
+    # Scaled rewards in the place of normalised advantages were measured in ppo_continuous.py, the only script
+    # with this setting.
+    scaled = "min_log_std" in numbers and numbers["norm_rewards"] == 1
+    normalised = numbers.get("norm_adv", 1) == 1 or scaled
+    numbers["unnormalised_steps"] = 0 if normalised else numbers["steps"]
+    return numbers
+
+
+def add_derived(run: RunLog) -> None:
+    """Add what the rules compare besides metrics, settings and returns."""
+    numbers = run.numbers
+    numbers["progress"] = run.steps / run.total
+    numbers["monitored"] = np.full(len(run.steps), float("kl" in numbers and "clipfrac" in numbers))
+    losses = [numbers[name] for name in ("kl", "entropy", "policy_loss", "value_loss") if name in numbers]
+    numbers["finite"] = np.isfinite(losses).all(0).astype(float)
+    gaussian = "std" in numbers or "init_log_std" in numbers
+    if "entropy" in numbers and not gaussian and np.nanmin(numbers["entropy"]) >= 0:
+        largest = np.fmax.accumulate(numbers["entropy"])
+        numbers["entropy_share"] = numbers["entropy"] / np.maximum(largest, 1e-8)
+
+
+def add_returns(run: RunLog, entries: dict[str, list], a_response_is_an_episode: bool) -> None:
+    """Add what follows from the logged returns and lengths: means over the last 100 episodes, and the gain.
+
+    The gain is the rise of the mean since the first episodes, in standard deviations of one episode.
+    """
+    columns = {name: np.array([event.value for event in entries[name]]) for name in entries}
+    returns, steps = columns["return"], np.array([event.step for event in entries["return"]])
+    aligned = {name: x for name, x in columns.items() if len(x) == len(returns)}
+    lengths = aligned.get("length", np.ones(len(returns)))
+    gaps = np.diff(steps, prepend=2 * steps[0] - steps[:2][-1])  # the first one is like the second
+    counts = np.maximum(gaps / (1 if a_response_is_an_episode else lengths), 1)  # episodes of each entry
+    seen = counts.cumsum()
+
+    fewest = 1 if "return_std" in aligned else 5  # entries that a mean needs
+    # 50 episodes, and at least two of each environment, since of the first, the short ones end first.
+    num_envs = run.numbers.get("num_envs", np.ones(1))[0]
+    enough = (seen >= 50) & (steps >= 2 * num_envs * np.maximum.accumulate(lengths))
+    first = slice(0, max(fewest, int(enough.argmax()) + 1 if enough.any() else len(returns)))
+    first_return = np.average(returns[first], weights=counts[first])
+    if "return_std" in aligned:
+        squares = aligned["return_std"] ** 2 + (returns - first_return) ** 2
+        variance = np.average(squares[first], weights=counts[first])
+    else:  # from second differences, in which a steady rise is not noise
+        variance = np.square(np.diff(returns[first], 2)).sum() / 6 / max(len(returns[first]) - 2, 1)
+        variance *= counts[first].mean()
+
+    means, gain = np.zeros((2, len(returns))), np.full(len(returns), math.nan)
+    for i in range(len(returns)):
+        start = max(0, min(int(np.searchsorted(seen, seen[i] - 100, side="right")), i + 1 - fewest))
+        last = slice(start, i + 1)
+        means[:, i] = np.average([returns[last], lengths[last]], axis=1, weights=counts[last])
+        if start >= first.stop:  # else it is too early to tell
+            gain[i] = (means[0, i] - first_return) / (math.sqrt(variance) + 1e-8)
+    lowest, highest = aligned.get("return_min", returns), aligned.get("return_max", returns)
+    equal = np.minimum.accumulate(lowest) == np.maximum.accumulate(highest)
+    derived = {"return": means[0], "length": means[1], "gain": gain}
+    derived["length_share"] = means[1] / np.average(lengths[first], weights=counts[first])
+    derived["equal_returns"] = (equal & (seen >= 100)).astype(float)
+    index = np.searchsorted(steps, run.steps, side="right") - 1  # the last entry of each iteration
+    for name, x in derived.items():
+        run.numbers[name] = np.where(index >= 0, x[index], math.nan)
+    run.numbers["finite"] *= np.isfinite(returns).all()
+
+
+# ------------------------------------------------- Checking ------------------------------------------------
+
+
+class Finding(NamedTuple):
+    """A rule that has applied to a run."""
+
+    rule: Rule
+    step: int  # at which it had applied for long enough
+    iterations: int  # in which its comparisons were true
+    lasting: bool  # whether they still are
+
+
+def compare(when: str, numbers: dict[str, Any]) -> np.ndarray:
+    """Whether all comparisons of a rule are true, for each iteration."""
+    signs = {"<": operator.lt, ">": operator.gt, "=": operator.eq}
+    result = np.array(True)
+    for comparison in when.split(" and "):
+        name, sign, limit = comparison.removeprefix("not ").split()
+        true = np.asarray(signs[sign](numbers.get(name, math.nan), float(limit)))  # false for NaN
+        result = result & (~true if comparison.startswith("not ") else true)
+    return result
+
+
+def find_problems(run: RunLog, rules: list[Rule]) -> list[Finding]:
+    """What the rules find, in their order. Of several limits of a number, the first one stands for all."""
+    findings: list[Finding] = []
+    for rule in rules:
+        if any(rule.when.split()[:2] == found.rule.when.split()[:2] for found in findings):
+            continue
+        true = np.broadcast_to(compare(rule.when, run.numbers), run.steps.shape)
+        streak = 0
+        for step, is_true in zip(run.steps.tolist(), true.tolist(), strict=True):
+            streak = streak + 1 if is_true else 0
+            if streak == rule.iterations:
+                findings.append(Finding(rule, step, int(true.sum()), bool(true[-1])))
+                break
+    return findings
+
+
+def subject(rule: Rule) -> str:
+    """The metric that a rule is about."""
+    name = rule.when.split()[0]
+    return {"gain": "return", "equal_returns": "return", "entropy_share": "entropy"}.get(name, name)
+
+
+def describe(finding: Finding) -> str:
+    """What is wrong, since when, and what to do."""
+    rule, step, iterations, lasting = finding
+    kind = "QUESTION" if rule in QUESTIONS else "WRONG"
+    where = f"{rule.when}, in {iterations} iterations, since step {step:,}{'' if lasting else ', no longer'}"
+    if rule in UNSAFE or rule.when == "monitored < 1":  # of the whole run
+        where = rule.when
+    lines = [f"{kind}: {rule.problem} ({where})", rule.remedy, f"docs/metrics.md, {rule.section!r}, has more"]
+    return "\n    ".join(lines)
+
+
+def progress(run: RunLog) -> str:
+    """How far a run is, and for how long it has logged nothing."""
+    total = "" if math.isnan(run.total) else f" of {run.total:,.0f}"
+    minutes = (time.time() - run.last_time) / 60
+    silent = f", nothing new for {minutes:,.0f} minutes" if minutes > 5 and not run.finished else ""
+    return f"{run.folder}: {run.steps[-1]:,}{total} steps, {len(run.steps):,} iterations{silent}"
+
+
+def report(run: RunLog) -> tuple[str, bool]:
+    """A table of a run's metrics, then what is wrong; and whether anything is."""
+    problems, questions = find_problems(run, RULES), find_problems(run, QUESTIONS)
+    wrong, doubtful = ({subject(found.rule) for found in found_all} for found_all in (problems, questions))
+    lines = [progress(run), f"  {'':24}{'at first':>10}{'now':>11}   {'healthy':17}"]
+    for metric in METRICS:
+        values = run.numbers.get(metric.name, np.zeros(0))
+        values = values[~np.isnan(values)]
+        if len(values):
+            first, now = values[:5].mean(), values[-5:].mean()
+            verdict = "WRONG" if metric.name in wrong else "look" if metric.name in doubtful else "ok"
+            lines.append(f"  {metric.label:24}{first:>10.4g} {now:>10.4g}   {metric.healthy:17} {verdict}")
+    lines += [describe(finding) for finding in problems + questions]
+    if not problems:
+        lines.append("Nothing is wrong, as far as the metrics tell. Watch the agent, too.")
+    return "\n".join(lines) + "\n", bool(problems)
+
+
+@dataclass
+class Check:
+    """Check runs by what they have logged. The exit status is 1 if something is wrong with one."""
+
+    runs: tyro.conf.Positional[tuple[str, ...]] = ("runs",)  # folders with runs, at any depth
+    watch: bool = False  # repeat while the runs go on, and print what is new
+    every: float = 10.0  # seconds between repetitions; scripts write their logs each minute
+    patience: float = 10.0  # minutes without anything new after which a run is taken for dead
+
+
+def check(args: Check) -> int:
+    """Print a report on each run. Returns the exit status."""
+    folders = find_runs(args.runs)
+    if not folders:
+        print(f"coach.py: no TensorBoard files in {' '.join(args.runs)}", file=sys.stderr)
+        return 2
+    status = 0
+    for folder in folders:
+        run = read_run(folder, open_events(folder))
+        if run is None:
+            print(f"{folder}: no iteration is logged yet. Scripts write their logs each minute.\n")
+            status = max(status, 2)
+            continue
+        text, wrong = report(run)
+        print(text)
+        status = 1 if wrong else status
+    return status
+
+
+def watch(args: Check) -> int:
+    """Print what is new in runs until they end, and then a report on each. Returns the exit status."""
+    readers: dict[Path, EventAccumulator] = {}
+    sizes: dict[Path, int] = {}
+    told: set[tuple[Path, str]] = set()
+    start = time.time()
+    while True:
+        going_on = not readers and time.time() - start < 60 * args.patience
+        for folder in find_runs(args.runs):
+            reader = readers.setdefault(folder, open_events(folder))
+            run = read_run(folder, reader)
+            last_time = run.last_time if run else start
+            new = run is not None and len(run.steps) > sizes.get(folder, 0)
+            if run and new:
+                sizes[folder] = len(run.steps)
+                shown = f"  return {run.numbers['return'][-1]:.5g}" if "return" in run.numbers else ""
+                kl = f"  KL {run.numbers['kl'][-1]:.4f}" if "kl" in run.numbers else ""
+                print(f"{time.strftime('%H:%M:%S')}  {progress(run)}{shown}{kl}", flush=True)
+                for finding in find_problems(run, RULES + QUESTIONS):
+                    if (folder, finding.rule.when) not in told:
+                        told.add((folder, finding.rule.when))
+                        print(describe(finding), flush=True)
+            silent = time.time() - last_time > 60 * args.patience
+            going_on |= new or not (silent or (run is not None and run.finished))
+        if not going_on:
+            print(flush=True)
+            return check(args)
+        time.sleep(args.every)
+
+
+# ------------------------------------------------- Planning ------------------------------------------------
+
+
+Script = Literal["ppo", "ppo_continuous", "ppo_atari", "ppo_lstm", "ppo_gpu", "ppo_rlhf", "grpo"]
+
+
+@dataclass
+class Plan:
+    """Plan a run: what it will do, what to watch, how long it will take. All other flags are the script's."""
+
+    env_id: str | None = None  # the environment; without it, name a --script, or a language model by --model
+    env_kwargs: str | None = None  # environment arguments, as JSON
+    script: Script | None = None  # the script; None is for the one that fits
+    seconds: float = 10.0  # for how long the speed is measured; 0: it is not
+
+
+class Choice(NamedTuple):
+    """A script, and why it fits."""
+
+    script: str
+    reason: str
+    recipe: str = ""  # the section of docs/recipes.md by which the script must be changed, if it must
+
+
+def choose(plan: Plan, names: set[str]) -> Choice:
+    """The script for an environment and these flags. Raises `ValueError` if there is none."""
+    if plan.script:
+        return Choice(plan.script, "as --script says")
+    if "--reward-model" in names:
+        return Choice("ppo_rlhf", "a reward model scores the responses of a language model")
+    if names & {"--model", "--prompts", "--reward-function"}:
+        return Choice("grpo", "a function rewards the responses of a language model (or --script ppo_rlhf)")
+    if not plan.env_id:
+        raise ValueError("name an environment (--env-id), a --script, or a language model (--model)")
+    if re.search("^ALE/|NoFrameskip", plan.env_id):
+        return Choice("ppo_atari", "it is an Atari game")
+    if plan.env_id == "Pendulum" or is_on_gpu(plan.env_id):
+        return Choice("ppo_gpu", "its environments step as tensors")
+    import gymnasium as gym
+
+    try:
+        env = gym.make(plan.env_id, **json.loads(plan.env_kwargs or "{}"))
+    except (gym.error.Error, TypeError, json.JSONDecodeError) as error:
+        given = f" with --env-kwargs {plan.env_kwargs}" if plan.env_kwargs else ""
+        raise ValueError(f"{plan.env_id}{given}: {error}") from error
+    env.close()
+    actions, shape = env.action_space, env.observation_space.shape or ()
+    seen = f"observations of shape {shape}" if shape else f"observations {env.observation_space}"
+    reason = f"actions {actions}, {seen}"
+    if isinstance(actions, gym.spaces.Discrete) and actions.start == 0:
+        return Choice("ppo", reason, "Small images" if len(shape) == 3 else "")
+    if isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1:
+        return Choice("ppo_continuous", reason)
+    return Choice("ppo_continuous" if isinstance(actions, gym.spaces.Box) else "ppo", reason, "Other actions")
+
+
+def is_on_gpu(env_id: str) -> bool:
+    """Whether this is a class of a module, or an environment of MuJoCo Playground: not one of Gymnasium's."""
+    module, _, name = env_id.rpartition(":")
+    if module:
+        return isinstance(getattr(importlib.import_module(module), name, None), type)
+    if re.search(r"-v\d+$", env_id) or not find_spec("mujoco_playground"):
+        return False
+    with contextlib.redirect_stdout(None):  # what its simulators print when they are imported
+        from mujoco_playground import registry
+    return env_id in registry.ALL_ENVS
+
+
+def parse(script: ModuleType, flags: list[str], names: set[str]) -> Any:
+    """A script's settings for these flags."""
+    default = script.Args()
+    if "--model" in names:
+        default = script.PRETRAINED
+    args = tyro.cli(script.Args, args=flags, default=default, prog=f"coach.py plan: {script.__name__}.py")
+    if hasattr(script, "OTHERS") and args.env_id != default.env_id:
+        args = tyro.cli(script.Args, args=flags, default=script.OTHERS)
+    return args
+
+
+def refusals(script: ModuleType, args: Any, by_script: bool) -> list[str]:
+    """Why these settings are refused: because they are unsafe, or by the script itself."""
+    numbers = numbers_of(asdict(args))
+    reasons = [f"{rule.problem}: {rule.remedy}" for rule in UNSAFE if compare(rule.when, numbers).all()]
+    if by_script:
+        try:
+            script.check_args(args)
+        except ValueError as error:
+            reasons.append(str(error))
+    return reasons
+
+
+class Measured(Exception):  # noqa: N818 - it is no error
+    """The speed is known."""
+
+
+def measure(script: ModuleType, args: Any, task: Any, seconds: float) -> tuple[float, float]:
+    """Train for some seconds, in a folder of its own.
+
+    Returns the seconds until the end of the first iteration, and the steps per second from then on.
+    """
+    log = script.Run.log
+    times: list[float] = [time.monotonic()]  # of the start, and of each iteration's end
+    steps: list[int] = [0]
+
+    def timed_log(run: Any, *arguments: Any) -> None:
+        log(run, *arguments)
+        times.append(time.monotonic())
+        steps.append(run.state.global_step if hasattr(run, "state") else arguments[0] + args.batch_size)
+        if len(times) > 3 and times[-1] - times[1] > seconds:
+            run.writer.close()
+            raise Measured
+
+    script.Run.log = timed_log
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.chdir(folder),
+            contextlib.redirect_stdout(None),
+            contextlib.suppress(Measured),
+        ):
+            script.train(args, *[task] * (task is not None))
+    finally:
+        script.Run.log = log
+    start_up, first = times[1] - times[0], len(times) > 2
+    speed = (steps[-1] - steps[1]) / (times[-1] - times[1]) if first else steps[1] / start_up
+    return start_up, speed
+
+
+Row = tuple[str, str, str]  # label, value, usual range
+
+
+def iterations(args: Any) -> int:
+    """How many there are in a run."""
+    if hasattr(args, "total_episodes"):
+        return math.ceil(args.total_episodes / args.batch_size)
+    return math.ceil(args.total_timesteps / (args.num_envs * args.num_steps))
+
+
+def rows_of_environments(args: Any) -> list[Row]:
+    """What a run of a script for environments will do."""
+    has = asdict(args).get
+    batch, steps = args.num_envs * args.num_steps, args.update_epochs * args.num_minibatches
+    schedule = ", decayed linearly to 0" if has("anneal_lr", True) else ", constant"
+    if has("adapt") == "learning-rate":
+        schedule += f", adapted to a KL of {args.desired_kl:g}"
+    policy_loss = f"clipped, ε = {args.clip_coef:g}"
+    if has("surrogate") == "kl-penalty":
+        adapted = f", adapted to a KL of {args.desired_kl:g}" if args.adapt == "kl-coef" else ""
+        policy_loss = f"with a KL penalty, β = {args.kl_coef:g}{adapted}"
+    stop = f", until a KL of {args.target_kl:g}" if has("target_kl") else ""
+    normalised = {
+        "advantages": has("norm_adv", True),
+        "observations": has("norm_obs", "clip_rewards" not in asdict(args)),
+        "rewards": has("norm_rewards", "clip_rewards" not in asdict(args)),
+    }
+    names = [name for name, is_so in normalised.items() if is_so] or ["nothing"]
+    text = ", ".join(names)
+    if not normalised["advantages"] and steps > 1:
+        text += ", in place of advantages"
+    if has("clip_rewards"):
+        text += "; rewards are clipped to their signs"
+    horizon = f"{1 / (1 - args.gamma):,.0f} steps" if args.gamma < 1 else "without end"
+    return [
+        ("rollout N x T", f"{args.num_envs} x {args.num_steps} = {batch:,} transitions", ""),
+        ("iterations", f"{iterations(args):,}, for {args.total_timesteps:,.0f} transitions", "50 or more"),
+        ("epochs K", f"{args.update_epochs}{stop}", "3 to 10"),
+        ("minibatches", f"{args.num_minibatches} of {batch // args.num_minibatches:,}", "of 64 to 2,048"),
+        ("gradient steps", f"{steps:,} per iteration, {steps * iterations(args):,} in all", ""),
+        ("learning rate", f"{args.learning_rate:g}{schedule}", "1e-4 to 1e-3"),
+        ("policy loss", policy_loss, "0.1 to 0.3"),
+        ("value loss", f"c₁ = {args.vf_coef:g}{', clipped' if has('clip_vloss') else ''}", "0.5 to 1"),
+        ("entropy bonus", f"c₂ = {args.ent_coef:g}", "0 to 0.05"),
+        ("gradient norm", f"at most {args.max_grad_norm:g}", "0.5"),
+        ("normalised", text, "advantages"),
+        ("discount γ", f"{args.gamma:g}, a horizon of {horizon}", "0.9 to 0.999"),
+        ("GAE's λ", f"{args.gae_lambda:g}", "0.9 to 0.99"),
+    ]
+
+
+def rows_of_language_models(args: Any) -> list[Row]:
+    """What a run of a script for language models will do."""
+    has, steps = asdict(args).get, args.update_epochs * args.num_minibatches
+    rows = [
+        ("batch", f"{args.batch_size:,} responses of at most {args.max_response_length} tokens", ""),
+        ("iterations", f"{iterations(args):,}, for {args.total_episodes:,.0f} responses", "50 or more"),
+        ("epochs K", f"{args.update_epochs}", "1 to 4"),
+        ("minibatches", f"{args.num_minibatches} of {args.batch_size // args.num_minibatches:,}", ""),
+        ("gradient steps", f"{steps:,} per iteration, {steps * iterations(args):,} in all", ""),
+        ("learning rate", f"{args.learning_rate:g}, decayed linearly to 0", ""),
+        ("policy loss", f"clipped, ε = {args.clip_coef:g}", "0.1 to 0.3"),
+        ("KL penalty", f"β = {args.kl_coef:g}, from the reference", "0 to 0.1"),
+        ("temperature", f"{args.temperature:g}", "0.7 to 1"),
+        ("gradient norm", f"at most {args.max_grad_norm:g}", ""),
+    ]
+    if has("group_size"):
+        rows.append(("advantages", f"of {args.group_size} responses to each prompt, minus their mean", ""))
+    else:
+        rows.append(("critic", f"learning rate {args.critic_learning_rate:g}, λ = {args.gae_lambda:g}", ""))
+    return rows
+
+
+def diagnostics(script: ModuleType, language: bool) -> list[Rule]:
+    """The rules on what this script logs."""
+    source = Path(str(script.__file__)).read_text(encoding="utf-8")
+    absent = set()
+    for metric in METRICS:
+        tags = [tag for tag in metric.tags if language != tag.startswith(("losses/", "charts/"))]
+        names = [name for tag in tags for name in (tag, tag.removeprefix("losses/"))]
+        if not any(f'"{name}"' in source for name in names):
+            absent.add(metric.name)
+    rules = [rule for rule in RULES if rule not in UNSAFE]
+    return [rule for rule in rules if not absent & set(re.findall(r"[a-z_]+", rule.when))]
+
+
+def plan(args: Plan, flags: list[str]) -> int:
+    """Print the plan of a run, or why it is refused. Returns the exit status."""
+    for name in ("env_kwargs", "env_id"):
+        if value := getattr(args, name):
+            flags = [f"--{name.replace('_', '-')}", value, *flags]
+    names = {flag.partition("=")[0].replace("_", "-") for flag in flags}
+    choice = choose(args, names)
+    script = importlib.import_module(choice.script)
+    settings = parse(script, flags, names)
+    reasons = refusals(script, settings, by_script=not choice.recipe)
+    if reasons:
+        for reason in reasons:
+            print(f"refused: {reason}", file=sys.stderr)
+        return 2
+    task = None
+    if choice.script == "ppo_gpu":
+        task = script.make_envs(settings)
+    elif "--model" in names:
+        task = script.load_task(settings)
+
+    language = hasattr(settings, "total_episodes")
+    print(f"{'script':15}{choice.script}.py: {choice.reason}")
+    if choice.recipe:
+        print(f"{'recipe':15}docs/recipes.md, {choice.recipe!r}, changes the script for this environment")
+    for label, value, usual in (rows_of_language_models if language else rows_of_environments)(settings):
+        print(f"{label:15}{value:50} {f'usual: {usual}' if usual else ''}".rstrip())
+    if iterations(settings) < 50:
+        print("note: so few iterations are hardly enough; collect less in each, or plan for more steps")
+    print(
+        "\nSomething is wrong if one of these is true in (n) iterations in a row (docs/metrics.md, 'Rules'):"
+    )
+    for rule in diagnostics(script, language):
+        print(f"  {rule.when} ({rule.iterations}): {rule.problem}\n      {rule.remedy}")
+    print()
+    if args.seconds and not choice.recipe:
+        print(f"measuring the speed for {args.seconds:g} s ...", file=sys.stderr)
+        start_up, speed = measure(script, settings, task, args.seconds)
+        total = settings.total_episodes if language else settings.total_timesteps
+        unit = "responses" if language else "transitions"
+        minutes = (start_up + total / speed) / 60
+        print(f"time: {minutes:.2g} minutes on this machine, at {speed:,.4g} {unit} per second as now")
+    file = "<the recipe's file>" if choice.recipe else f"{choice.script}.py"
+    print(f"run: python {file} {shlex.join(flags)}".rstrip())
+    name = re.sub(r"[^\w.-]+", "_", Path(settings.model or "built-in").name if language else settings.env_id)
+    print(f'check: python coach.py check "runs/{name}__*" --watch')
+    return 0
+
+
+def main() -> None:
+    commands = {"plan": Plan, "check": Check}
+    if len(sys.argv) < 2 or sys.argv[1] not in commands:
+        print(__doc__)
+        sys.exit(0 if {"-h", "--help"} & set(sys.argv) else 2)
+    sys.path.append(os.getcwd())  # where the `module:` of --env-id is looked for, too
+    name, words = sys.argv[1], sys.argv[2:]
+    if name == "plan":
+        args, flags = tyro.cli(Plan, args=words, prog="coach.py plan", return_unknown_args=True)
+        try:
+            status = plan(args, flags)
+        except (ValueError, OSError, ImportError) as error:
+            print(f"coach.py: {error}", file=sys.stderr)
+            status = 2
+    else:
+        options = tyro.cli(Check, args=words, prog="coach.py check")
+        status = watch(options) if options.watch else check(options)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()
