@@ -50,18 +50,22 @@ class Metric(NamedTuple):
 
 
 METRICS = [
-    Metric("return", "return", "rises", ("charts/episodic_return", "reward")),
+    Metric("return", "return", "rises", ("charts/episodic_return",)),
     Metric("return_std", "  its deviation", "", ("charts/episodic_return_std",)),
     Metric("return_min", "  lowest", "", ("charts/episodic_return_min",)),
     Metric("return_max", "  highest", "", ("charts/episodic_return_max",)),
-    Metric("length", "length", "as the task asks", ("charts/episodic_length", "completions/mean_length")),
-    Metric("kl", "KL divergence", "0 to 0.05", ("losses/kl", "losses/approx_kl", "policy/approxkl_avg")),
+    Metric("length", "length", "as the task asks", ("charts/episodic_length",)),
+    Metric("reward", "reward", "rises", ("reward",)),
+    Metric("response_length", "length of responses", "as the task asks", ("completions/mean_length",)),
+    Metric("kl", "KL divergence", "0 to 0.05", ("losses/kl", "losses/approx_kl")),
+    Metric("token_kl", "KL per token", "below 0.05", ("policy/approxkl_avg",)),
     Metric("first_kl", "KL before the 1st step", "0 to 1e-4", ("losses/first_approx_kl",)),
     Metric("clipfrac", "clip fraction", "0 to 0.4", ("losses/clipfrac", "policy/clipfrac_avg")),
-    Metric("entropy", "entropy", "falls slowly", ("losses/entropy", "entropy")),
+    Metric("entropy", "entropy", "falls slowly", ("losses/entropy",)),
+    Metric("token_entropy", "entropy per token", "falls slowly", ("entropy",)),
     Metric("std", "standard deviation", "0.05 to 3", ("losses/std",)),
-    Metric("explained_variance", "explained variance", "rises towards 1",
-           ("losses/explained_variance", "val/explained_variance")),
+    Metric("explained_variance", "explained variance", "rises towards 1", ("losses/explained_variance",)),
+    Metric("critic_explained_variance", "explained variance", "rises towards 1", ("val/explained_variance",)),
     Metric("critic_error", "critic error", "falls", ("losses/critic_error",)),
     Metric("policy_loss", "policy loss", "near 0", ("losses/policy_loss", "loss/policy_avg")),
     Metric("value_loss", "value loss", "bounded", ("losses/value_loss", "loss/value_avg")),
@@ -75,7 +79,7 @@ METRICS = [
     Metric("gold", "score never learnt from", "rises", ("eval/gold",)),
 ]  # fmt: skip
 
-OF_EPISODES = "return", "length", "gold"  # how the names of those begin that not every iteration logs
+NOT_IN_EACH = "return", "length", "gold"  # how the names of metrics begin that not each iteration logs
 # What the rules compare besides metrics and settings:
 #
 #   progress            share of the steps that were asked for, from 0 to 1
@@ -83,11 +87,12 @@ OF_EPISODES = "return", "length", "gold"  # how the names of those begin that no
 #   unnormalised_steps  the same, if advantages are not normalised (nor rewards scaled, in ppo_continuous.py)
 #   monitored           1 if the KL divergence and the clip fraction are logged, else 0
 #   finite              1 if the losses, the KL divergence, the entropy and the return are finite, else 0
+#   grad_excess         the gradient's norm before it is clipped, divided by that to which it is clipped
 #   gain                by how many standard deviations of an episode the return has risen since the start
-#   equal_returns       1 if all returns, of at least 100 episodes, have been the same, else 0
+#   reward_gain         the same for a language model, in standard deviations of the mean reward of a batch
+#   equal_returns       1 if all returns, of at least 100 episodes, or all rewards have been the same, else 0
 #   entropy_share       entropy, as a share of the largest one so far; unknown for Gaussians
 #   length_share        length of episodes, as a share of that of the first ones
-#   gold_drop           share of its rise that the score that is never learnt from has lost again
 
 
 class Rule(NamedTuple):
@@ -134,7 +139,8 @@ RULES = [
     Rule("equal_returns > 0", 20, "all returns have been the same",
          "print the rewards of a few episodes: are they constant, or always 0?", "The return does not rise"),
     Rule("gain < -0.5", 10, "the return is lower than at first",
-         "check the sign of the policy loss, and that the learner sees the environment's rewards",
+         "check the sign of the policy loss, that the learner sees the environment's rewards, and that "
+         "actions reach their environment",
          "The return does not rise"),
     Rule("kl > 0.1", 5, "updates go far too far", "lower --learning-rate, or --update-epochs", "The update"),
     Rule("kl > 0.05", 5, "updates go too far", "lower --learning-rate, or --update-epochs", "The update"),
@@ -142,6 +148,9 @@ RULES = [
          "they no longer hold the policy: lower --learning-rate, or --update-epochs", "The update"),
     Rule("clipfrac > 0.4", 20, "many samples are clipped for long, and the policy drifts",
          "lower --learning-rate, or --update-epochs", "The update"),
+    Rule("grad_excess > 100", 20, "gradients explode: they are clipped to less than a hundredth",
+         "most likely, the value loss dominates: scale the rewards (--norm-rewards), or lower --vf-coef",
+         "The update"),
     Rule("entropy_share < 0.05 and gain < 1", 20, "the policy collapsed: hardly random, with a poor return",
          "raise --ent-coef, or lower --learning-rate; check that the rewards favour what you want",
          "The return does not rise"),
@@ -152,8 +161,6 @@ RULES = [
     Rule("kl < 1e-6 and progress < 0.5 and not gain > 1", 20, "the policy hardly changes",
          "the learning rate is too low, or so high that the policy collapsed at once, or no step is taken",
          "The return does not rise"),
-    Rule("clipfrac = 0 and steps > 1 and progress < 0.5 and not gain > 1", 20, "no sample is ever clipped",
-         "updates are very small: raise --learning-rate, or --update-epochs", "The update"),
     Rule("explained_variance < 0.05 and critic_error > 0.03 and progress > 0.1", 20,
          "the critic predicts little",
          "check that the observations tell what the return depends on, that rewards are not noise, and that "
@@ -161,13 +168,29 @@ RULES = [
     Rule("reward_clipfrac > 0.5", 10, "most scaled rewards are at the limit of their clip",
          "the learner sees no difference between them: subtract their mean, or use --no-norm-rewards",
          "The data and the critic"),
-    Rule("entropy_share > 0.97 and progress > 0.5 and gain < 0.3", 10, "the policy is as random as at first",
+    Rule("entropy_share > 0.97 and progress > 0.3 and not gain > 2", 10,
+         "the policy is as random as at first",
          "lower --ent-coef, or raise --learning-rate; check that advantages belong to their actions",
          "The return does not rise"),
+    Rule("clipfrac = 0 and kl < 1e-3 and steps > 1 and progress < 0.5 and not gain > 1", 20,
+         "no sample is ever clipped",
+         "updates are very small: raise --learning-rate or --update-epochs, or lower --ent-coef",
+         "The update"),
+    Rule("token_kl > 1", 2, "updates of the language model go far too far", "lower --learning-rate",
+         "Language models"),
+    Rule("reward_gain < -2", 10, "the reward is lower than at first",
+         "lower --learning-rate; check the sign of the policy loss, and which reward is of which response",
+         "Language models"),
+    Rule("critic_explained_variance < 0.05 and progress > 0.3", 10,
+         "the critic of the language model predicts little",
+         "raise --critic-learning-rate: short runs need 1e-4 or more", "Language models"),
     Rule("gain < 0.3 and progress > 0.5", 10, "the return is hardly higher than at first",
          "if rewards are rare, train longer; else see the symptoms in docs/metrics.md",
          "The return does not rise"),
-    Rule("equal_groups > 0.9 and gain < 0.3", 10, "nearly all groups of responses have equal rewards",
+    Rule("reward_gain < 1 and progress > 0.5", 10, "the reward is hardly higher than at first",
+         "raise --learning-rate, if the KL divergence per token is below 0.001; check the reward function",
+         "Language models"),
+    Rule("equal_groups > 0.9 and reward_gain < 1", 10, "nearly all groups of responses have equal rewards",
          "nothing is learnt from them: the prompts are too hard or too easy, or the model is destroyed",
          "Language models"),
     Rule("cut_off > 0.5", 10, "most responses are cut off",
@@ -235,7 +258,7 @@ def read_run(folder: Path, events: EventAccumulator) -> RunLog | None:
     tags = {metric.name: next((tag for tag in metric.tags if tag in logged), None) for metric in METRICS}
     entries = {name: events.Scalars(tag) for name, tag in tags.items() if tag}
     # Returns are no iterations, as CleanRL logs each episode's; nor are evaluations.
-    steps = {event.step for name in entries if not name.startswith(OF_EPISODES) for event in entries[name]}
+    steps = {event.step for name in entries if not name.startswith(NOT_IN_EACH) for event in entries[name]}
     if not steps:
         return None
     last_time = max(events[-1].wall_time for events in entries.values())
@@ -248,8 +271,9 @@ def read_run(folder: Path, events: EventAccumulator) -> RunLog | None:
         run.numbers[name] = np.array([values.get(step, math.nan) for step in run.steps.tolist()])
     add_derived(run)
     if "return" in entries:
-        a_response_is_an_episode = tags["return"] == "reward"
-        add_returns(run, entries, a_response_is_an_episode)
+        add_returns(run, entries)
+    if "reward" in entries:
+        add_rewards(run)
     return run
 
 
@@ -279,40 +303,43 @@ def add_derived(run: RunLog) -> None:
     """Add what the rules compare besides metrics, settings and returns."""
     numbers = run.numbers
     numbers["progress"] = run.steps / run.total
-    numbers["monitored"] = np.full(len(run.steps), float("kl" in numbers and "clipfrac" in numbers))
-    losses = [numbers[name] for name in ("kl", "entropy", "policy_loss", "value_loss") if name in numbers]
+    monitored = ("kl" in numbers or "token_kl" in numbers) and "clipfrac" in numbers
+    numbers["monitored"] = np.full(len(run.steps), float(monitored))
+    names = "kl", "token_kl", "entropy", "token_entropy", "policy_loss", "value_loss"
+    losses = [numbers[name] for name in names if name in numbers]
     numbers["finite"] = np.isfinite(losses).all(0).astype(float)
+    if "grad_norm" in numbers and "max_grad_norm" in numbers:
+        numbers["grad_excess"] = numbers["grad_norm"] / numbers["max_grad_norm"]
     gaussian = "std" in numbers or "init_log_std" in numbers
     if "entropy" in numbers and not gaussian and np.nanmin(numbers["entropy"]) >= 0:
         largest = np.fmax.accumulate(numbers["entropy"])
         numbers["entropy_share"] = numbers["entropy"] / np.maximum(largest, 1e-8)
 
 
-def add_returns(run: RunLog, entries: dict[str, list], a_response_is_an_episode: bool) -> None:
+def add_returns(run: RunLog, entries: dict[str, list]) -> None:
     """Add what follows from the logged returns and lengths: means over the last 100 episodes, and the gain.
 
-    The gain is the rise of the mean since the first episodes, in standard deviations of one episode.
+    An entry is a mean over the episodes that ended in an iteration or, in runs of CleanRL, an episode.
     """
     columns = {name: np.array([event.value for event in entries[name]]) for name in entries}
     returns, steps = columns["return"], np.array([event.step for event in entries["return"]])
     aligned = {name: x for name, x in columns.items() if len(x) == len(returns)}
     lengths = aligned.get("length", np.ones(len(returns)))
     gaps = np.diff(steps, prepend=2 * steps[0] - steps[:2][-1])  # the first one is like the second
-    counts = np.maximum(gaps / (1 if a_response_is_an_episode else lengths), 1)  # episodes of each entry
+    counts = np.maximum(gaps / lengths, 1)  # of episodes in each entry, about
     seen = counts.cumsum()
 
-    fewest = 1 if "return_std" in aligned else 5  # entries that a mean needs
-    # 50 episodes, and at least two of each environment, since of the first, the short ones end first.
+    # The first 50 episodes, and two of each environment, since the very first to end are short ones.
+    fewest = 1 if "return_std" in aligned else 5  # entries
     num_envs = run.numbers.get("num_envs", np.ones(1))[0]
     enough = (seen >= 50) & (steps >= 2 * num_envs * np.maximum.accumulate(lengths))
     first = slice(0, max(fewest, int(enough.argmax()) + 1 if enough.any() else len(returns)))
     first_return = np.average(returns[first], weights=counts[first])
     if "return_std" in aligned:
         squares = aligned["return_std"] ** 2 + (returns - first_return) ** 2
-        variance = np.average(squares[first], weights=counts[first])
-    else:  # from second differences, in which a steady rise is not noise
-        variance = np.square(np.diff(returns[first], 2)).sum() / 6 / max(len(returns[first]) - 2, 1)
-        variance *= counts[first].mean()
+        deviation = math.sqrt(np.average(squares[first], weights=counts[first]))
+    else:
+        deviation = noise(returns[first]) * math.sqrt(counts[first].mean())
 
     means, gain = np.zeros((2, len(returns))), np.full(len(returns), math.nan)
     for i in range(len(returns)):
@@ -320,7 +347,7 @@ def add_returns(run: RunLog, entries: dict[str, list], a_response_is_an_episode:
         last = slice(start, i + 1)
         means[:, i] = np.average([returns[last], lengths[last]], axis=1, weights=counts[last])
         if start >= first.stop:  # else it is too early to tell
-            gain[i] = (means[0, i] - first_return) / (math.sqrt(variance) + 1e-8)
+            gain[i] = (means[0, i] - first_return) / (deviation + 1e-8)
     lowest, highest = aligned.get("return_min", returns), aligned.get("return_max", returns)
     equal = np.minimum.accumulate(lowest) == np.maximum.accumulate(highest)
     derived = {"return": means[0], "length": means[1], "gain": gain}
@@ -330,6 +357,21 @@ def add_returns(run: RunLog, entries: dict[str, list], a_response_is_an_episode:
     for name, x in derived.items():
         run.numbers[name] = np.where(index >= 0, x[index], math.nan)
     run.numbers["finite"] *= np.isfinite(returns).all()
+
+
+def add_rewards(run: RunLog) -> None:
+    """Add what follows from the mean rewards of batches of responses: their gain, and if all are equal."""
+    rewards = run.numbers["reward"]
+    last = np.array([rewards[max(0, i - 4) : i + 1].mean() for i in range(len(rewards))])
+    gain = (last - rewards[:5].mean()) / (noise(rewards[:10]) + 1e-8)
+    run.numbers["reward_gain"] = np.where(np.arange(len(rewards)) >= 9, gain, math.nan)
+    run.numbers["equal_returns"] = (rewards == rewards[0]).cumprod().astype(float)
+    run.numbers["finite"] *= np.isfinite(rewards)
+
+
+def noise(values: np.ndarray) -> float:
+    """The standard deviation around the trend, from second differences: a steady rise has none."""
+    return math.sqrt(np.square(np.diff(values, 2)).mean() / 6) if len(values) > 2 else 0.0
 
 
 # ------------------------------------------------- Checking ------------------------------------------------
@@ -356,7 +398,12 @@ def compare(when: str, numbers: dict[str, Any]) -> np.ndarray:
 
 
 def find_problems(run: RunLog, rules: list[Rule]) -> list[Finding]:
-    """What the rules find, in their order. Of several limits of a number, the first one stands for all."""
+    """What the rules find, in their order. Of several limits of a number, the first one stands for all.
+
+    A rule needs at most a quarter of the run's iterations: some runs have few.
+    """
+    planned = run.total / np.diff(run.steps, prepend=0).mean()
+    most = math.inf if math.isnan(planned) else max(1, planned // 4)
     findings: list[Finding] = []
     for rule in rules:
         if any(rule.when.split()[:2] == found.rule.when.split()[:2] for found in findings):
@@ -365,7 +412,7 @@ def find_problems(run: RunLog, rules: list[Rule]) -> list[Finding]:
         streak = 0
         for step, is_true in zip(run.steps.tolist(), true.tolist(), strict=True):
             streak = streak + 1 if is_true else 0
-            if streak == rule.iterations:
+            if streak == min(rule.iterations, most):
                 findings.append(Finding(rule, step, int(true.sum()), bool(true[-1])))
                 break
     return findings
@@ -374,7 +421,9 @@ def find_problems(run: RunLog, rules: list[Rule]) -> list[Finding]:
 def subject(rule: Rule) -> str:
     """The metric that a rule is about."""
     name = rule.when.split()[0]
-    return {"gain": "return", "equal_returns": "return", "entropy_share": "entropy"}.get(name, name)
+    subjects = {"gain": "return", "reward_gain": "reward", "equal_returns": "return"}
+    subjects["grad_excess"] = "grad_norm"
+    return subjects.get(name, name.removesuffix("_share"))
 
 
 def describe(finding: Finding) -> str:
@@ -430,17 +479,20 @@ def check(args: Check) -> int:
     if not folders:
         print(f"coach.py: no TensorBoard files in {' '.join(args.runs)}", file=sys.stderr)
         return 2
-    status = 0
+    wrong, empty = [], []
     for folder in folders:
         run = read_run(folder, open_events(folder))
         if run is None:
             print(f"{folder}: no iteration is logged yet. Scripts write their logs each minute.\n")
-            status = max(status, 2)
+            empty.append(folder)
             continue
-        text, wrong = report(run)
+        text, has_problems = report(run)
         print(text)
-        status = 1 if wrong else status
-    return status
+        if has_problems:
+            wrong.append(str(folder))
+    if len(folders) > 1:
+        print(f"Something is wrong with {len(wrong)} of {len(folders)} runs", *wrong, sep="\n  ")
+    return 1 if wrong else 2 if empty else 0
 
 
 def watch(args: Check) -> int:

@@ -1,9 +1,12 @@
 """coach.py: its rules, what it reads of runs, verdicts on broken and healthy ones, plans; and the skill."""
 
 import re
+import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import helpers
 import numpy as np
 import pytest
 from helpers import ROOT
@@ -46,6 +49,7 @@ class Writer:
                 "charts/episodic_return_min": returns.min(),
                 "charts/episodic_return_max": returns.max(),
                 "charts/episodic_length": length,
+                "losses/entropy": 0.6 - 0.4 * self.step / 100_000,
             }
             for tag, value in (scalars | changed).items():
                 if tag not in left_out:
@@ -62,11 +66,10 @@ def findings(folder):
     }
 
 
-def call(*words, folder=None):
-    """Run coach.py as a program. Returns its status, output and errors."""
-    command = [sys.executable, ROOT / "coach.py", *map(str, words)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
+def call(*words, folder="."):
+    """Run coach.py in a folder, in this process. Returns its status, output and errors."""
+    done = helpers.call(SimpleNamespace(script=coach, file="coach.py"), folder, *words)
+    return done.status, done.out, done.err
 
 
 CASES = [  # part of what is said, iterations that it takes, what makes it so, and what keeps it silent
@@ -82,7 +85,7 @@ CASES = [  # part of what is said, iterations that it takes, what makes it so, a
     ("too random", 10, {"std": 3.1}, {"std": 2.9}),
     ("hardly changes", 20, {"kl": 9e-7, "mean": 20}, {"kl": 2e-6, "mean": 20}),
     ("hardly changes", 20, {"kl": 9e-7, "mean": 20}, {"kl": 9e-7}),
-    ("no sample is ever clipped", 20, {"clipfrac": 0, "mean": 20}, {"clipfrac": 0.001, "mean": 20}),
+    ("no sample is ever clipped", 20, {"clipfrac": 0, "kl": 9e-4, "mean": 20}, {"clipfrac": 0, "mean": 20}),
     ("predicts little", 20, {"explained_variance": 0.04}, {"explained_variance": 0.06}),
     ("predicts little", 20, {"explained_variance": -3}, {"explained_variance": -3, "critic_error": 0.02}),
     ("at the limit of their clip", 10, {"reward_clipfrac": 0.6}, {"reward_clipfrac": 0.4}),
@@ -108,7 +111,7 @@ def test_a_rule(said, iterations, bad, silent, tmp_path):
     [
         ("all returns have been the same", {"mean": 0.0, "deviation": 0.0}),
         ("hardly higher", {"mean": 20.5}),
-        ("as random as at first", {"mean": 20.0}),
+        ("as random as at first", {"mean": 20.0, "entropy": 0.6}),
         ("shorten to nothing", {"length": 9.0, "mean": 40.0}),
     ],
 )
@@ -221,7 +224,7 @@ def test_check_of_several_runs(tmp_path):
     assert bad.index("updates go far too far") < bad.index("the policy drifts")
     assert "since step 55,000, no longer" in bad
     assert re.search(r"KL divergence +0.006 +0.006 .*WRONG", bad)
-    assert re.search(r"entropy +0.6 +0.6 .*ok", bad)
+    assert re.search(r"explained variance +0.7 +0.7 .*ok", bad)
     assert "WRONG" not in good
     assert call("check", "runs/good", folder=tmp_path)[0] == 0
     assert call("check", folder=tmp_path)[1] == out  # runs/ is what is checked by default
@@ -262,3 +265,191 @@ def test_watch_ends_when_a_run_is_dead(tmp_path):
     status, out, _ = call("check", tmp_path, "--watch", "--every", 0.1, "--patience", 0.01)
     assert status == 0
     assert "10,000 of 100,000 steps" in out
+
+
+# Plans
+
+
+def plan(*words, folder="."):
+    return call("plan", *words, "--seconds", 0, folder=folder)
+
+
+PLANS = {  # words: the script, and what else the plan says
+    "--env-id CartPole-v1 --total-timesteps 1e5": (
+        "ppo.py",
+        ["16 x 64 = 1,024", "98, for 100,000", "5,880 in all"],
+    ),
+    "--env-id Taxi-v4 --anneal-ent-coef --gamma 0.9": ("ppo.py", ["a horizon of 10 steps"]),
+    "--env-id Pendulum-v1 --adapt none": (
+        "ppo_continuous.py",
+        ["observations, rewards, in place of advantages"],
+    ),
+    "--env-id Pendulum-v1 --norm-adv": ("ppo_continuous.py", ["advantages, observations, rewards"]),
+    "--env-id=CartPole-v1 --script ppo_lstm": ("ppo_lstm.py", ["16 x 128"]),
+    "--env-id Pendulum": ("ppo_gpu.py", ["1024 x 16"]),
+    "--env-id gpu_envs:Target --device cpu": ("ppo_gpu.py", ["2048 x 32"]),
+    "--env-id user_envs:Pairs-v0": ("ppo.py", ["docs/recipes.md, 'Other actions'"]),
+    "--env-id user_envs:FromOne-v0": ("ppo.py", ["docs/recipes.md, 'Other actions'"]),
+    '--env-id user_envs:Walk-v0 --env-kwargs {"observation":"image"}': ("ppo.py", ["'Small images'"]),
+    "--env-id CartPole-v1 --total-timesteps 10_000": ("ppo.py", ["note: so few iterations"]),
+    "--script grpo --kl-coef 0.04": ("grpo.py", ["8 responses to each prompt", "β = 0.04"]),
+    "--script ppo_rlhf": ("ppo_rlhf.py", ["240, for 61,440 responses"]),
+}
+
+
+@pytest.mark.parametrize("words", PLANS)
+def test_plans(words, tmp_path):
+    """The script that fits, the sizes, the rules and the command."""
+    script, texts = PLANS[words]
+    status, out, err = plan(*words.split(), folder=ROOT / "tests")
+    assert (status, err) == (0, "")
+    assert re.search(rf"^script +{re.escape(script)}:", out)
+    for text in [*texts, "kl > 0.05 (5): updates go too far", "gain < 0.3 and progress > 0.5"]:
+        assert text in out
+    assert ("explained_variance" in out) == (script not in ("grpo.py", "ppo_gpu.py"))
+    assert ("frac_reward" in out or "equal_groups" in out) == (script == "grpo.py")
+    (command,) = re.findall(r"^run: python (.*)$", out, re.M)
+    if "recipe" not in out:
+        assert command.startswith(script)
+
+
+REFUSED = {  # words, and what is said
+    "--env-id CartPole-v1 --update-epochs 99": ["more than 30 epochs"],
+    "--env-id CartPole-v1 --clip-coef 0.7 --no-norm-adv": ["clip range above 0.3", "not normalised"],
+    "--env-id Pendulum-v1 --no-norm-rewards": ["not normalised"],
+    "--script ppo_rlhf --update-epochs 31": ["more than 30 epochs"],
+    "--env-id CartPole-v1 --num-envs 0": ["must be"],
+    "--env-id CartPole-v1 --script ppo_continuous": ["Discrete(2)"],
+    "--env-id CartPole-v1 --wings 2": ["--wings"],
+    "--env-id Cartpole-v1": ["CartPole"],
+    "--env-id no_module:Env-v0": ["no_module"],
+    "--env-id CartPole-v1 --env-kwargs {": ["--env-kwargs {"],
+    "--total-timesteps 1e5": ["--env-id"],
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused_plans(words, tmp_path):
+    """Each reason in a line, status 2, and no plan."""
+    status, out, err = plan(*words.split(), folder=tmp_path)
+    assert (status, out) == (2, "")
+    assert all(text in err for text in REFUSED[words])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", ["--env-id user_envs:Walk-v0", "--script grpo --batch-size 64", "--env-id Pendulum"]
+)
+def test_the_time_is_measured(words, tmp_path):
+    """In a folder of its own, from which nothing is left; and again, where the run is shorter than that."""
+    for more in ([], ["--total-timesteps", "3000"] if "Walk" in words else []):
+        done = call("plan", *words.split(), *more, "--seconds", 1, folder=ROOT / "tests")
+        assert done[0] == 0, done[2]
+        (minutes, speed) = re.findall(r"^time: ([\d.e+-]+) minutes .* at ([\d,.e+]+)", done[1], re.M)[0]
+        assert float(minutes) > 0
+        assert float(speed.replace(",", "")) > 0
+    assert not (ROOT / "tests/runs").exists()
+
+
+# Documents
+
+
+def test_the_documents_have_the_rules():
+    """Each rule is a row of docs/metrics.md, in its order, and the section that it names is there."""
+    rules = [rule for rule in coach.RULES if rule not in coach.UNSAFE]
+    rows = [f"| `{rule.when}` | {rule.problem} | {rule.remedy} |" for rule in coach.UNSAFE]
+    rows += [f"| `{x.when}` | {x.iterations} | {x.problem} | {x.remedy} |" for x in rules + coach.QUESTIONS]
+    assert [line for line in METRICS.splitlines() if re.match(r"\| `[^`]+ [<>=] ", line)] == rows
+    headings = re.findall(r"^#+ (.*)$", METRICS, re.M)
+    assert {rule.section for rule in coach.RULES + coach.QUESTIONS} <= set(headings)
+
+
+def test_the_names_in_the_rules_are_explained():
+    """Each has a row in the table of names, or is a setting."""
+    table = METRICS.split("The names in the rules:")[1].split("\n\n")[1]
+    explained = set(re.findall(r"^\| `(\w+)`", table, re.M))
+    numbers = {"update_epochs", "clip_coef", "gamma", "unnormalised_steps"}  # in the section on settings
+    used = {
+        name for rule in coach.RULES + coach.QUESTIONS for name in re.findall(r"[a-z_]{3,}|kl", rule.when)
+    }
+    assert used - {"and", "not"} == explained | numbers
+
+
+@pytest.mark.parametrize("section", ["The return does not rise", "Language models"])
+def test_the_symptoms_are_what_rules_say(section):
+    """The first column of a table of symptoms has problems of rules; each rule of that section is in it."""
+    text = METRICS.split(f"## {section}\n")[1].split("\n## ")[0]
+    symptoms = re.findall(r"^\| ([^|]+) \|", text, re.M)[1:]
+    symptoms = {symptom for symptom in symptoms if set(symptom) - set("- ")}
+    rules = coach.RULES + coach.QUESTIONS
+    assert symptoms <= {rule.problem for rule in rules}
+    assert {rule.problem for rule in rules if rule.section == section} <= symptoms
+
+
+def test_the_skill_is_in_the_format_of_skills():
+    """Front matter with a name, that of the folder, and a description of at most 1,024 characters."""
+    _, front, body = SKILL.read_text(encoding="utf-8").split("---\n", 2)
+    fields = dict(line.split(": ", 1) for line in front.strip().split("\n"))
+    assert fields["name"] == SKILL.parent.name == "ppo-trainer"
+    assert 50 < len(fields["description"]) <= 1024
+    assert len(body.splitlines()) < 500
+    assert (ROOT / "docs/metrics.md").exists()
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_skill(tmp_path):
+    """They run one after another, as they are, in a folder that has the scripts; the run is healthy."""
+    for name in ("coach.py", "ppo.py", "plot.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    text = SKILL.read_text(encoding="utf-8")
+    commands = [line for block in re.findall(r"```sh\n(.*?)```", text, re.S) for line in block.splitlines()]
+    assert len(commands) == 5
+    for command in commands:
+        if "plot.py" in command:
+            pytest.importorskip("matplotlib")
+            pytest.importorskip("pandas")
+        if "--capture-video" in command:
+            pytest.importorskip("moviepy")
+        command = command.replace(
+            "runs/<run>/checkpoint.pt", str(next(iter(tmp_path.glob("runs/*/*.pt")), ""))
+        )
+        command = command.replace("python", shlex.quote(sys.executable), 1).removesuffix(" &")
+        done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, command + done.stdout + done.stderr
+    assert list(tmp_path.glob("runs/*/videos/*.mp4"))
+
+
+# Runs of the scripts
+
+
+BROKEN = {  # flags on CartPole: what is said first
+    "": None,
+    "--learning-rate 1": "an update went much too far",
+    "--learning-rate 1e-6": "the policy hardly changes",
+    "--ent-coef 10": "the policy is as random as at first",
+    "--gamma 0": "a discount factor below 0.5",
+    "--vf-coef 0": "the critic predicts little",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", BROKEN)
+def test_broken_runs_are_named(words, tmp_path):
+    """By their first problem; and nothing is said of a healthy run."""
+    command = [
+        sys.executable,
+        ROOT / "ppo.py",
+        "--total-timesteps",
+        "50000",
+        "--eval-episodes",
+        "1",
+        *words.split(),
+    ]
+    done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+    (shown,) = re.findall(r"^check: +python (.*)$", done.stdout, re.M)  # its last line
+    status, out, _ = call(*shlex.split(shown)[1:], folder=tmp_path)
+    said = re.findall("^(?:WRONG|QUESTION): (.*?) [(]", out, re.M)
+    assert status == (1 if BROKEN[words] else 0)
+    assert said[:1] == [BROKEN[words]] * len(said[:1])
+    assert bool(said) == bool(words)
