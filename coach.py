@@ -176,7 +176,8 @@ RULES = [
          "no sample is ever clipped",
          "updates are very small: raise --learning-rate or --update-epochs, or lower --ent-coef",
          "The update"),
-    Rule("token_kl > 1", 2, "updates of the language model go far too far", "lower --learning-rate",
+    Rule("token_kl > 1", 1, "an update of the language model went far too far",
+         "start again with a lower --learning-rate",
          "Language models"),
     Rule("reward_gain < -2", 10, "the reward is lower than at first",
          "lower --learning-rate; check the sign of the policy loss, and which reward is of which response",
@@ -400,10 +401,10 @@ def compare(when: str, numbers: dict[str, Any]) -> np.ndarray:
 def find_problems(run: RunLog, rules: list[Rule]) -> list[Finding]:
     """What the rules find, in their order. Of several limits of a number, the first one stands for all.
 
-    A rule needs at most a quarter of the run's iterations: some runs have few.
+    If a quarter of a run has fewer iterations than a rule needs, these will do, but not less than 8.
     """
     planned = run.total / np.diff(run.steps, prepend=0).mean()
-    most = math.inf if math.isnan(planned) else max(1, planned // 4)
+    most = math.inf if math.isnan(planned) else max(8, planned // 4)
     findings: list[Finding] = []
     for rule in rules:
         if any(rule.when.split()[:2] == found.rule.when.split()[:2] for found in findings):

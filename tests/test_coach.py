@@ -304,10 +304,13 @@ def test_plans(words, tmp_path):
     status, out, err = plan(*words.split(), folder=ROOT / "tests")
     assert (status, err) == (0, "")
     assert re.search(rf"^script +{re.escape(script)}:", out)
-    for text in [*texts, "kl > 0.05 (5): updates go too far", "gain < 0.3 and progress > 0.5"]:
+    for text in [*texts, "monitored < 1 (1): "]:
         assert text in out
-    assert ("explained_variance" in out) == (script not in ("grpo.py", "ppo_gpu.py"))
-    assert ("frac_reward" in out or "equal_groups" in out) == (script == "grpo.py")
+    language = script in ("grpo.py", "ppo_rlhf.py")
+    assert ("kl > 0.05 (5): updates go too far" in out) == (not language)
+    assert ("std > 3 (10): " in out) == (script == "ppo_continuous.py")
+    assert ("token_kl > 1 (1): " in out) == language
+    assert ("equal_groups > 0.9" in out) == (script == "grpo.py")
     (command,) = re.findall(r"^run: python (.*)$", out, re.M)
     if "recipe" not in out:
         assert command.startswith(script)

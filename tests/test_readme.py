@@ -18,6 +18,7 @@ import pytest
 import torch
 import tyro
 
+import coach
 import grpo
 import plot
 import ppo
@@ -49,7 +50,8 @@ COMMANDS = [
 ]
 SET_UP = [line for line in COMMANDS if re.match(r"(python3 -m venv|source|pip) ", line)]
 LOOPS = [line for line in COMMANDS if line.startswith("for ")]
-CALLS = [line for line in COMMANDS if re.match(r"python (ppo\w*|plot)\.py", line)]
+CALLS = [line for line in COMMANDS if re.match(r"python (ppo\w*|plot|coach)\.py", line)]
+TOOLS = {"plot.py": plot, "coach.py": coach}
 # Settings with which a command takes about a second. Where a script lacks one, it is left out.
 SHORT = {"total_timesteps": 130, "num_envs": 4, "num_steps": 16, "update_epochs": 1, "num_minibatches": 1}
 SHORT |= {"eval_episodes": 2}
@@ -72,8 +74,8 @@ def shortened(script) -> list[str]:
 
 
 def call(name: str, folder: Path, *args: str):
-    """Run a script or `plot.py` in a folder. It must succeed. Returns what it printed."""
-    done = helpers.call(SimpleNamespace(script=SCRIPTS.get(name, plot), file=name), folder, *args)
+    """Run a script or a tool in a folder. It must succeed. Returns what it printed."""
+    done = helpers.call(SimpleNamespace(script=(SCRIPTS | TOOLS)[name], file=name), folder, *args)
     assert done.status == 0, done.err
     return done.out
 
@@ -156,8 +158,8 @@ def test_each_command_runs(line, user):
     """Each command of a script, with short trainings and evaluations of a checkpoint that is there."""
     line = line.replace("runs/.../checkpoint.pt", str(checkpoint_in(user)))
     name, *args = shlex.split(line, comments=True)[1:]
-    if name == "plot.py":
-        call(name, user, *args)
+    if name in TOOLS:
+        call(name, user, *args, *(["--seconds", "0"] if "plan" in args else []))
     else:
         # A run that is resumed must have more steps than before, and keeps the sizes of its networks.
         shorter = ["--total-timesteps", "600"] if "--resume" in args else shortened(SCRIPTS[name])
@@ -166,8 +168,8 @@ def test_each_command_runs(line, user):
 
 def test_every_flag_exists():
     """Each --flag that the documents name belongs to a script, or to a tool that they call."""
-    scripts = (*SCRIPTS.values(), ppo_gpu, ppo_rlhf, grpo)
-    names = {field.name for script in scripts for field in fields(script.Args)}
+    settings = [script.Args for script in (*SCRIPTS.values(), ppo_gpu, ppo_rlhf, grpo)]
+    names = {field.name for kind in (*settings, coach.Plan, coach.Check) for field in fields(kind)}
     flags = {f"--{prefix}{name.replace('_', '-')}" for name in names for prefix in ("", "no-")}
     others = {"--help", "--compare", "--torch-backend", "--nproc-per-node", "--fix", "--check", "--logdir"}
     others |= {"--fast", "--lowest"}  # .ci/run

@@ -37,7 +37,7 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "collect_rollout scale_rewards normalize_rollout make_batch compute_gradients update "
     "adjust_coefficients train compiled seed_everything check_args make_env make_envs rescale ADVICE "
     "advise Run.__init__ Run.log Run.finish restore load_policy evaluate "
-    "parse_args main",
+    "parse_args print_commands main",
     "ppo_lstm.py": "mlp Agent Agent.__init__ Agent.policy Agent.value Batch State ppo_loss Rollout "
     "Rollout.__init__ collect_rollout make_batch distance_moved update adjust_coefficients train check_args "
     "ADVICE advise Run.__init__ Run.log load_policy evaluate",
