@@ -363,9 +363,9 @@ def add_returns(run: RunLog, entries: dict[str, list]) -> None:
 def add_rewards(run: RunLog) -> None:
     """Add what follows from the mean rewards of batches of responses: their gain, and if all are equal."""
     rewards = run.numbers["reward"]
-    last = np.array([rewards[max(0, i - 4) : i + 1].mean() for i in range(len(rewards))])
-    gain = (last - rewards[:5].mean()) / (noise(rewards[:10]) + 1e-8)
-    run.numbers["reward_gain"] = np.where(np.arange(len(rewards)) >= 9, gain, math.nan)
+    last = np.array([rewards[max(0, i - 9) : i + 1].mean() for i in range(len(rewards))])
+    gain = (last - rewards[:5].mean()) / (noise(rewards) + 1e-8)
+    run.numbers["reward_gain"] = np.where(np.arange(len(rewards)) >= 14, gain, math.nan)
     run.numbers["equal_returns"] = (rewards == rewards[0]).cumprod().astype(float)
     run.numbers["finite"] *= np.isfinite(rewards)
 

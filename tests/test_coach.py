@@ -267,6 +267,55 @@ def test_watch_ends_when_a_run_is_dead(tmp_path):
     assert "10,000 of 100,000 steps" in out
 
 
+LANGUAGE = {  # of one iteration of grpo.py or ppo_rlhf.py
+    "policy/approxkl_avg": 0.01, "policy/clipfrac_avg": 0.05, "entropy": 0.5, "loss/policy_avg": -0.01,
+    "grad_norm": 0.3, "frac_reward_zero_std": 0.4, "completions/clipped_ratio": 0.01, "objective/kl": 4.0,
+    "completions/mean_length": 18.0, "val/explained_variance": 0.8,
+    "sampling/sampling_logp_difference/mean": 3e-7,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "rise", "changes"),
+    [
+        (None, 0.5, {}),
+        ("an update of the language model went far too far", 0.5, {"policy/approxkl_avg": 1.5}),
+        (
+            "sampling and learning do not compute the same log-probabilities",
+            0.5,
+            {"sampling/sampling_logp_difference/mean": 0.2},
+        ),
+        ("most responses are cut off", 0.5, {"completions/clipped_ratio": 0.6}),
+        ("the policy is far from the reference", 0.5, {"objective/kl": 40.0}),
+        ("the critic of the language model predicts little", 0.5, {"val/explained_variance": 0.01}),
+        ("the reward is hardly higher than at first", 0.0, {}),
+        ("the reward is lower than at first", -0.4, {}),
+        ("nearly all groups of responses have equal rewards", 0.0, {"frac_reward_zero_std": 0.95}),
+    ],
+)
+def test_language_models(said, rise, changes, tmp_path):
+    """Each kind of trouble is found, and none in a healthy run, in which most groups are solved at the end."""
+    random = np.random.default_rng(0)
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_text("settings", "|setting|value|\n|-|-|\n|total_episodes|12800.0|\n|batch_size|128|")
+        for i in range(100):
+            reward = random.normal(0.4 + rise * min(1, i / 50), 0.03)
+            solved = {"frac_reward_zero_std": 0.95 if i > 60 else 0.4}
+            for tag, value in (LANGUAGE | solved | {"reward": reward} | changes).items():
+                writer.add_scalar(tag, value, 128 * i)
+    found = list(findings(tmp_path))
+    assert (said in found) if said else found == []
+    assert coach.read_run(tmp_path, coach.open_events(tmp_path)).finished
+
+
+def test_few_iterations(tmp_path):
+    """A rule that needs 20 iterations takes 10 in a run of 40, and 8 in a run of 12."""
+    for total, said in ((40_000, 11), (12_000, 9), (200_000, 21)):
+        Writer(tmp_path / str(total), total_timesteps=total).write(1).write(21, clipfrac=0.5)
+        (step,) = findings(tmp_path / str(total)).values()
+        assert step == 1000 * said
+
+
 # Plans
 
 
