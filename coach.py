@@ -79,6 +79,7 @@ METRICS = [
     Metric("gold", "score never learnt from", "rises", ("eval/gold",)),
 ]  # fmt: skip
 
+FINITE = {"return", "reward", "kl", "token_kl", "entropy", "token_entropy", "policy_loss", "value_loss"}
 NOT_IN_EACH = "return", "length", "gold"  # how the names of metrics begin that not each iteration logs
 # What the rules compare besides metrics and settings:
 #
@@ -92,6 +93,7 @@ NOT_IN_EACH = "return", "length", "gold"  # how the names of metrics begin that 
 #   reward_gain         the same for a language model, in standard deviations of the mean reward of a batch
 #   equal_returns       1 if all returns, of at least 100 episodes, or all rewards have been the same, else 0
 #   entropy_share       entropy, as a share of the largest one so far; unknown for Gaussians
+#   gold_drop           how much of its rise the score that is never learnt from has lost again, as a share
 #   length_share        length of episodes, as a share of that of the first ones
 
 
@@ -133,7 +135,7 @@ RULES = [
          "other masks, or a normaliser that changes between acting and learning", "The update"),
     Rule("sampling_difference > 0.1", 2, "sampling and learning do not compute the same log-probabilities",
          "compare those of one response: temperature, padding, cache, dtype", "Language models"),
-    Rule("kl > 1", 1, "an update went much too far",
+    Rule("kl > 1 and not gain > 1", 1, "an update went much too far",
          "start again with a lower --learning-rate; if it is usual, check the sign of the policy loss",
          "The update"),
     Rule("equal_returns > 0", 20, "all returns have been the same",
@@ -197,6 +199,8 @@ RULES = [
     Rule("cut_off > 0.5", 10, "most responses are cut off",
          "raise --max-response-length, or check the stop tokens, which a run prints at its start",
          "Language models"),
+    Rule("gold_drop > 0.5 and reward_gain > 2", 10, "the reward rises, and the score never learnt from falls",
+         "the reward model is exploited: raise --kl-coef, or stop earlier", "Language models"),
     Rule("reference_kl > 30", 10, "the policy is far from the reference",
          "raise --kl-coef, and read completions: is the reward exploited?", "Language models"),
 ]  # fmt: skip
@@ -270,6 +274,10 @@ def read_run(folder: Path, events: EventAccumulator) -> RunLog | None:
     for name in entries:
         values = {event.step: event.value for event in entries[name]}
         run.numbers[name] = np.array([values.get(step, math.nan) for step in run.steps.tolist()])
+    # Not from `numbers`, where NaN also stands for what was not logged in an iteration.
+    events_of_losses = [event for name in FINITE & entries.keys() for event in entries[name]]
+    bad = [event.step for event in events_of_losses if not math.isfinite(event.value)]
+    run.numbers["finite"] = (run.steps < min(bad, default=math.inf)).astype(float)
     add_derived(run)
     if "return" in entries:
         add_returns(run, entries)
@@ -306,9 +314,11 @@ def add_derived(run: RunLog) -> None:
     numbers["progress"] = run.steps / run.total
     monitored = ("kl" in numbers or "token_kl" in numbers) and "clipfrac" in numbers
     numbers["monitored"] = np.full(len(run.steps), float(monitored))
-    names = "kl", "token_kl", "entropy", "token_entropy", "policy_loss", "value_loss"
-    losses = [numbers[name] for name in names if name in numbers]
-    numbers["finite"] = np.isfinite(losses).all(0).astype(float)
+    if "gold" in numbers:
+        evaluated = ~np.isnan(numbers["gold"])
+        gold = numbers["gold"][evaluated][np.maximum(evaluated.cumsum() - 1, 0)]  # the last one so far
+        best = np.maximum.accumulate(gold)
+        numbers["gold_drop"] = (best - gold) / (best - gold[0] + 1e-8)
     if "grad_norm" in numbers and "max_grad_norm" in numbers:
         numbers["grad_excess"] = numbers["grad_norm"] / numbers["max_grad_norm"]
     gaussian = "std" in numbers or "init_log_std" in numbers
@@ -357,7 +367,6 @@ def add_returns(run: RunLog, entries: dict[str, list]) -> None:
     index = np.searchsorted(steps, run.steps, side="right") - 1  # the last entry of each iteration
     for name, x in derived.items():
         run.numbers[name] = np.where(index >= 0, x[index], math.nan)
-    run.numbers["finite"] *= np.isfinite(returns).all()
 
 
 def add_rewards(run: RunLog) -> None:
@@ -367,7 +376,6 @@ def add_rewards(run: RunLog) -> None:
     gain = (last - rewards[:5].mean()) / (noise(rewards) + 1e-8)
     run.numbers["reward_gain"] = np.where(np.arange(len(rewards)) >= 14, gain, math.nan)
     run.numbers["equal_returns"] = (rewards == rewards[0]).cumprod().astype(float)
-    run.numbers["finite"] *= np.isfinite(rewards)
 
 
 def noise(values: np.ndarray) -> float:
@@ -422,7 +430,7 @@ def find_problems(run: RunLog, rules: list[Rule]) -> list[Finding]:
 def subject(rule: Rule) -> str:
     """The metric that a rule is about."""
     name = rule.when.split()[0]
-    subjects = {"gain": "return", "reward_gain": "reward", "equal_returns": "return"}
+    subjects = {"gain": "return", "reward_gain": "reward", "equal_returns": "return", "gold_drop": "gold"}
     subjects["grad_excess"] = "grad_norm"
     return subjects.get(name, name.removesuffix("_share"))
 
@@ -804,7 +812,10 @@ def main() -> None:
             status = 2
     else:
         options = tyro.cli(Check, args=words, prog="coach.py check")
-        status = watch(options) if options.watch else check(options)
+        try:
+            status = watch(options) if options.watch else check(options)
+        except KeyboardInterrupt:
+            status = 130  # as shells have it
     sys.exit(status)
 
 

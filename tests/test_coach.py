@@ -294,7 +294,7 @@ LANGUAGE = {  # of one iteration of grpo.py or ppo_rlhf.py
     ],
 )
 def test_language_models(said, rise, changes, tmp_path):
-    """Each kind of trouble is found, and none in a healthy run, in which most groups are solved at the end."""
+    """Each kind of trouble is found; and none in a healthy run, which solves most groups at its end."""
     random = np.random.default_rng(0)
     with SummaryWriter(str(tmp_path)) as writer:
         writer.add_text("settings", "|setting|value|\n|-|-|\n|total_episodes|12800.0|\n|batch_size|128|")
