@@ -51,16 +51,16 @@ class Metric(NamedTuple):
 
 METRICS = [
     Metric("return", "return", "rises", ("charts/episodic_return",)),
-    Metric("return_std", "  its deviation", "", ("charts/episodic_return_std",)),
+    Metric("return_std", "  standard deviation", "", ("charts/episodic_return_std",)),
     Metric("return_min", "  lowest", "", ("charts/episodic_return_min",)),
     Metric("return_max", "  highest", "", ("charts/episodic_return_max",)),
     Metric("length", "length", "as the task asks", ("charts/episodic_length",)),
     Metric("reward", "reward", "rises", ("reward",)),
     Metric("response_length", "length of responses", "as the task asks", ("completions/mean_length",)),
-    Metric("kl", "KL divergence", "0 to 0.05", ("losses/kl", "losses/approx_kl")),
+    Metric("kl", "KL divergence", "below 0.05", ("losses/kl", "losses/approx_kl")),
     Metric("token_kl", "KL per token", "below 0.05", ("policy/approxkl_avg",)),
-    Metric("first_kl", "KL before the 1st step", "0 to 1e-4", ("losses/first_approx_kl",)),
-    Metric("clipfrac", "clip fraction", "0 to 0.4", ("losses/clipfrac", "policy/clipfrac_avg")),
+    Metric("first_kl", "KL before the 1st step", "below 1e-4", ("losses/first_approx_kl",)),
+    Metric("clipfrac", "clip fraction", "below 0.4", ("losses/clipfrac", "policy/clipfrac_avg")),
     Metric("entropy", "entropy", "falls slowly", ("losses/entropy",)),
     Metric("token_entropy", "entropy per token", "falls slowly", ("entropy",)),
     Metric("std", "standard deviation", "0.05 to 3", ("losses/std",)),
@@ -69,38 +69,49 @@ METRICS = [
     Metric("critic_error", "critic error", "falls", ("losses/critic_error",)),
     Metric("policy_loss", "policy loss", "near 0", ("losses/policy_loss", "loss/policy_avg")),
     Metric("value_loss", "value loss", "bounded", ("losses/value_loss", "loss/value_avg")),
-    Metric("grad_norm", "gradient norm", "bounded", ("losses/grad_norm", "grad_norm")),
-    Metric("reward_clipfrac", "rewards at their clip", "near 0", ("losses/reward_clipfrac",)),
+    Metric("grad_norm", "gradient norm", "bounded", ("losses/grad_norm",)),
+    Metric("language_grad_norm", "gradient norm", "bounded", ("grad_norm",)),
+    Metric("reward_clipfrac", "clipped rewards", "near 0", ("losses/reward_clipfrac",)),
     Metric("reference_kl", "KL from the reference", "below 10", ("objective/kl",)),
-    Metric("sampling_difference", "sampling vs. learning", "0 to 0.1",
+    Metric("sampling_difference", "sampling vs. learning", "below 0.1",
            ("sampling/sampling_logp_difference/mean",)),
     Metric("equal_groups", "groups of equal reward", "below 0.5", ("frac_reward_zero_std",)),
     Metric("cut_off", "responses cut off", "near 0", ("completions/clipped_ratio",)),
-    Metric("gold", "score never learnt from", "rises", ("eval/gold",)),
+    Metric("gold", "held-out score", "rises", ("eval/gold",)),
 ]  # fmt: skip
 
+SHOWN = "return", "reward", "kl", "token_kl"  # with --watch
+# Prefixes of metrics that are not logged in every iteration, and metrics that must be finite.
+NOT_IN_EACH = "return", "length", "gold"
 FINITE = {"return", "reward", "kl", "token_kl", "entropy", "token_entropy", "policy_loss", "value_loss"}
-NOT_IN_EACH = "return", "length", "gold"  # how the names of metrics begin that not each iteration logs
-# What the rules compare besides metrics and settings:
-#
-#   progress            share of the steps that were asked for, from 0 to 1
+# Settings that the rules compare, or that their numbers are made of.
+SETTINGS = {
+    "update_epochs", "num_minibatches", "clip_coef", "gamma", "norm_adv", "norm_rewards", "min_log_std",
+    "init_log_std", "num_envs", "max_grad_norm",
+}  # fmt: skip
+# Numbers that are derived from metrics: the metric, then what the number is.
+DERIVED = {
+    "gain": ("return", "rise of the return since the start, in standard deviations of an episode"),
+    "equal_returns": ("return", "1 if all returns, of at least 100 episodes, have been the same, else 0"),
+    "length_share": ("length", "length of episodes, as a share of that of the first ones"),
+    "reward_gain": ("reward", "rise of the mean reward since the start, in its standard deviations"),
+    "equal_rewards": ("reward", "1 if all mean rewards have been the same, else 0"),
+    "entropy_share": ("entropy", "entropy, as a share of the largest one so far; unknown for Gaussians"),
+    "grad_excess": ("grad_norm", "norm of the gradient, divided by the norm to which it is clipped"),
+    "gold_drop": ("gold", "share of its rise that the held-out score has lost again"),
+}
+# Besides these, the rules compare:
+#   progress            share of the steps that is done, from 0 to 1
 #   steps               gradient steps per iteration: epochs x minibatches
 #   unnormalised_steps  the same, if advantages are not normalised (nor rewards scaled, in ppo_continuous.py)
 #   monitored           1 if the KL divergence and the clip fraction are logged, else 0
-#   finite              1 if the losses, the KL divergence, the entropy and the return are finite, else 0
-#   grad_excess         the gradient's norm before it is clipped, divided by that to which it is clipped
-#   gain                by how many standard deviations of an episode the return has risen since the start
-#   reward_gain         the same for a language model, in standard deviations of the mean reward of a batch
-#   equal_returns       1 if all returns, of at least 100 episodes, or all rewards have been the same, else 0
-#   entropy_share       entropy, as a share of the largest one so far; unknown for Gaussians
-#   gold_drop           how much of its rise the score that is never learnt from has lost again, as a share
-#   length_share        length of episodes, as a share of that of the first ones
+#   finite              1 up to the first NaN or infinite number in a loss or return, then 0
 
 
 class Rule(NamedTuple):
-    """What is wrong with a run if `when` is true in so many iterations in a row, and what to do."""
+    """A condition, how many iterations in a row it must hold, what is then wrong, and what to do."""
 
-    when: str  # comparisons; one with an unknown number is false
+    when: str  # comparisons: false while a number is unknown, so that "not gain > 1" is true
     iterations: int
     problem: str
     remedy: str
@@ -113,12 +124,11 @@ UNSAFE = [
          "the policy moves too far from the one that collected the data; 3 to 10 epochs are usual",
          "Unsafe settings"),
     Rule("clip_coef > 0.3", 1, "a clip range above 0.3",
-         "such a clip no longer bounds an update; 0.1 to 0.3 is usual", "Unsafe settings"),
+         "probabilities change by more than 30% before the clip stops their gradient; 0.1 to 0.3 is usual",
+         "Unsafe settings"),
     Rule("unnormalised_steps > 1", 1, "several gradient steps on advantages that are not normalised",
-         "their scale decides how far the policy moves: use --norm-adv (in ppo_continuous.py, --norm-rewards "
-         "will do), or one step: --update-epochs 1 --num-minibatches 1", "Unsafe settings"),
-    Rule("gamma < 0.5", 1, "a discount factor below 0.5",
-         "rewards count for less than two steps, as the horizon is 1 / (1 - γ); 0.9 to 0.999 is usual",
+         "the policy loss has the scale of the rewards, and all other coefficients must fit it: use "
+         "--norm-adv (ppo_continuous.py: or --norm-rewards), or --update-epochs 1 --num-minibatches 1",
          "Unsafe settings"),
 ]  # fmt: skip
 # What is wrong with a run, the most serious first. The limits were chosen on runs with planted bugs and on
@@ -135,81 +145,93 @@ RULES = [
          "other masks, or a normaliser that changes between acting and learning", "The update"),
     Rule("sampling_difference > 0.1", 2, "sampling and learning do not compute the same log-probabilities",
          "compare those of one response: temperature, padding, cache, dtype", "Language models"),
-    Rule("kl > 1 and not gain > 1", 1, "an update went much too far",
-         "start again with a lower --learning-rate; if it is usual, check the sign of the policy loss",
+    Rule("kl > 1 and not gain > 1", 1, "an update was extremely large",
+         "start again with a lower --learning-rate; if it is 1e-3 or less, check the sign of the policy loss",
          "The update"),
     Rule("equal_returns > 0", 20, "all returns have been the same",
          "print the rewards of a few episodes: are they constant, or always 0?", "The return does not rise"),
     Rule("gain < -0.5", 10, "the return is lower than at first",
          "check the sign of the policy loss, that the learner sees the environment's rewards, and that "
-         "actions reach their environment",
-         "The return does not rise"),
-    Rule("kl > 0.1", 5, "updates go far too far", "lower --learning-rate, or --update-epochs", "The update"),
-    Rule("kl > 0.05", 5, "updates go too far", "lower --learning-rate, or --update-epochs", "The update"),
+         "actions reach their environment", "The return does not rise"),
+    Rule("kl > 0.1", 5, "updates are much too large",
+         "lower --learning-rate (if it adapts to the KL: --desired-kl), or --update-epochs", "The update"),
+    Rule("kl > 0.05", 5, "updates are too large",
+         "lower --learning-rate (if it adapts to the KL: --desired-kl), or --update-epochs", "The update"),
     Rule("clipfrac > 0.8", 5, "nearly all samples are clipped",
-         "they no longer hold the policy: lower --learning-rate, or --update-epochs", "The update"),
+         "clipped samples have no gradient, so that nothing holds the policy: lower --learning-rate, or "
+         "--update-epochs", "The update"),
     Rule("clipfrac > 0.4", 20, "many samples are clipped for long, and the policy drifts",
          "lower --learning-rate, or --update-epochs", "The update"),
-    Rule("grad_excess > 100", 20, "gradients explode: they are clipped to less than a hundredth",
+    Rule("grad_excess > 100", 20, "the gradient is clipped to less than a hundredth",
          "most likely, the value loss dominates: scale the rewards (--norm-rewards), or lower --vf-coef",
          "The update"),
-    Rule("entropy_share < 0.05 and gain < 1", 20, "the policy collapsed: hardly random, with a poor return",
+    Rule("entropy_share < 0.05 and gain < 1", 20,
+         "the policy collapsed: almost deterministic, with a poor return",
          "raise --ent-coef, or lower --learning-rate; check that the rewards favour what you want",
          "The return does not rise"),
-    Rule("std < 0.05 and gain < 1", 20, "the policy collapsed: hardly random, with a poor return",
+    Rule("std < 0.05 and gain < 1", 20,
+         "the policy collapsed: almost deterministic, with a poor return",
          "raise --min-log-std, or --ent-coef", "The return does not rise"),
     Rule("std > 3", 10, "the policy became too random",
          "1 is half of an action's range: lower --ent-coef, or --learning-rate", "The data and the critic"),
-    Rule("kl < 1e-6 and progress < 0.5 and not gain > 1", 20, "the policy hardly changes",
+    Rule("kl < 1e-6 and progress < 0.9 and not gain > 1", 20, "the policy hardly changes",
          "the learning rate is too low, or so high that the policy collapsed at once, or no step is taken",
          "The return does not rise"),
     Rule("explained_variance < 0.05 and critic_error > 0.03 and progress > 0.1", 20,
          "the critic predicts little",
          "check that the observations tell what the return depends on, that rewards are not noise, and that "
          "the value loss has a gradient (--vf-coef)", "The data and the critic"),
-    Rule("reward_clipfrac > 0.5", 10, "most scaled rewards are at the limit of their clip",
+    Rule("explained_variance < 0.05 and not critic_error < 0.03 and not gain > 1 and progress > 0.1", 20,
+         "the critic predicts little, and the return does not rise",
+         "check the observations, the rewards, and that the value loss has a gradient (--vf-coef)",
+         "The data and the critic"),
+    Rule("reward_clipfrac > 0.5", 10, "most scaled rewards are clipped",
          "the learner sees no difference between them: subtract their mean, or use --no-norm-rewards",
          "The data and the critic"),
     Rule("entropy_share > 0.97 and progress > 0.3 and not gain > 2", 10,
          "the policy is as random as at first",
          "lower --ent-coef, or raise --learning-rate; check that advantages belong to their actions",
          "The return does not rise"),
-    Rule("clipfrac = 0 and kl < 1e-3 and steps > 1 and progress < 0.5 and not gain > 1", 20,
+    Rule("clipfrac = 0 and kl < 1e-3 and steps > 1 and progress < 0.9 and not gain > 1", 20,
          "no sample is ever clipped",
          "updates are very small: raise --learning-rate or --update-epochs, or lower --ent-coef",
          "The update"),
-    Rule("token_kl > 1", 1, "an update of the language model went far too far",
-         "start again with a lower --learning-rate",
-         "Language models"),
+    Rule("gain < 0.5 and progress > 0.5", 10, "the return is hardly higher than at first",
+         "train longer if rewards are rare; else see the symptoms in docs/metrics.md",
+         "The return does not rise"),
+    Rule("token_kl > 1", 1, "an update of the language model was extremely large",
+         "start again with a lower --learning-rate", "Language models"),
+    Rule("equal_rewards > 0", 10, "all responses have had the same reward",
+         "print the rewards of a few responses: are they constant, or always 0?", "Language models"),
     Rule("reward_gain < -2", 10, "the reward is lower than at first",
          "lower --learning-rate; check the sign of the policy loss, and which reward is of which response",
          "Language models"),
-    Rule("critic_explained_variance < 0.05 and progress > 0.3", 10,
-         "the critic of the language model predicts little",
-         "raise --critic-learning-rate: short runs need 1e-4 or more", "Language models"),
-    Rule("gain < 0.3 and progress > 0.5", 10, "the return is hardly higher than at first",
-         "if rewards are rare, train longer; else see the symptoms in docs/metrics.md",
-         "The return does not rise"),
     Rule("reward_gain < 1 and progress > 0.5", 10, "the reward is hardly higher than at first",
          "raise --learning-rate, if the KL divergence per token is below 0.001; check the reward function",
          "Language models"),
     Rule("equal_groups > 0.9 and reward_gain < 1", 10, "nearly all groups of responses have equal rewards",
          "nothing is learnt from them: the prompts are too hard or too easy, or the model is destroyed",
          "Language models"),
+    Rule("critic_explained_variance < 0.05 and progress > 0.3", 10,
+         "the critic of the language model predicts little",
+         "raise --critic-learning-rate, above all in short runs", "Language models"),
     Rule("cut_off > 0.5", 10, "most responses are cut off",
          "raise --max-response-length, or check the stop tokens, which a run prints at its start",
          "Language models"),
-    Rule("gold_drop > 0.5 and reward_gain > 2", 10, "the reward rises, and the score never learnt from falls",
+    Rule("gold_drop > 0.5 and reward_gain > 2", 10, "the reward rises, and the held-out score falls",
          "the reward model is exploited: raise --kl-coef, or stop earlier", "Language models"),
     Rule("reference_kl > 30", 10, "the policy is far from the reference",
          "raise --kl-coef, and read completions: is the reward exploited?", "Language models"),
 ]  # fmt: skip
-# What may be as it should. A question does not change the exit status.
+# What may be as it should be. A question does not change the exit status.
 QUESTIONS = [
     Rule("length < 10 and length_share < 0.5 and gain > 0.3", 20,
          "the return rises, and episodes shorten to nothing",
          "is a quick end what you want? Watch the agent. If it is not, look for rewards that are negative in "
          "each step", "The return does not rise"),
+    Rule("gamma < 0.5 and length > 2", 1, "the discount factor is below 0.5",
+         "do only the next rewards count? The horizon is 1 / (1 - γ) steps; 0.9 to 0.999 is usual",
+         "The return does not rise"),
 ]  # fmt: skip
 
 
@@ -222,23 +244,19 @@ class RunLog:
 
     folder: Path
     settings: dict[str, str]
-    steps: np.ndarray  # [I], transitions or responses after each of I iterations
+    steps: np.ndarray  # [I], transitions or responses of each of I iterations, as they were logged
     last_time: float  # of the last entry, in seconds since 1970
     total: float = math.nan  # how many steps were asked for, if that is logged
+    finished: bool = False  # whether all iterations are there
     numbers: dict[str, np.ndarray] = field(default_factory=dict)  # what the rules compare, [I] each
-
-    @property
-    def finished(self) -> bool:
-        """Whether no iteration is missing. CleanRL leaves out the last one, if it would be incomplete."""
-        return self.steps[-1] + np.diff(self.steps[-2:]).sum() >= self.total
 
 
 def find_runs(paths: tuple[str, ...]) -> list[Path]:
     """The folders with TensorBoard's files, at any depth below these paths or patterns."""
     folders: set[Path] = set()
     for path in [Path(path) for pattern in paths for path in glob(pattern) or [pattern]]:
-        files = [path] if path.is_file() else path.rglob("*tfevents*")
-        folders |= {file.parent for file in files}
+        files = path.rglob("*tfevents*") if path.is_dir() else [path]
+        folders |= {file.parent for file in files if "tfevents" in file.name and file.exists()}
     return sorted(folders)
 
 
@@ -250,14 +268,15 @@ def open_events(folder: Path) -> EventAccumulator:
 
 def read_settings(events: EventAccumulator) -> dict[str, str]:
     """The settings, from the table that the script has logged."""
-    for tag in {"settings/text_summary", "hyperparameters/text_summary"} & set(events.Tags()["tensors"]):
-        table = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
-        return dict(re.findall(r"^\|(\w+)\|(.*?)\|$", table.split("|-|-|")[1], re.M | re.S))
-    return {}
+    tags = [tag for tag in events.Tags()["tensors"] if re.match("(settings|hyperparameters)/", tag)]
+    if not tags:
+        return {}
+    table = events.Tensors(tags[0])[-1].tensor_proto.string_val[0].decode()
+    return dict(re.findall(r"^\|(\w+)\|(.*?)\|$", table, re.M | re.S))
 
 
 def read_run(folder: Path, events: EventAccumulator) -> RunLog | None:
-    """What a run has logged so far; None if that is no iteration yet."""
+    """What a run has logged in its complete iterations; None if there is none yet."""
     events.Reload()
     logged = events.Tags()["scalars"]
     tags = {metric.name: next((tag for tag in metric.tags if tag in logged), None) for metric in METRICS}
@@ -266,18 +285,29 @@ def read_run(folder: Path, events: EventAccumulator) -> RunLog | None:
     steps = {event.step for name in entries if not name.startswith(NOT_IN_EACH) for event in entries[name]}
     if not steps:
         return None
-    last_time = max(events[-1].wall_time for events in entries.values())
+    last_time = max(column[-1].wall_time for column in entries.values())
     run = RunLog(folder, read_settings(events), np.array(sorted(steps)), last_time)
     settings = numbers_of(run.settings)
-    run.total = settings.get("total_timesteps", settings.get("total_episodes", math.nan))
-    run.numbers |= {name: np.full(len(steps), value) for name, value in settings.items()}
+    run.total = total_steps(run.settings)
+    # Language models log the number of responses before an iteration, the other scripts that after it.
+    language = "token_kl" in entries or "reward" in entries
+    batch = as_number(run.settings.get("batch_size")) if language else 0
+    run.finished = bool(run.steps[-1] + batch >= run.total)
+    if not run.finished and time.time() - last_time < 60:  # the last iteration may be half-written
+        run.steps = run.steps[:-1]
+    if not len(run.steps):
+        return None
+    run.numbers |= {name: np.full(len(run.steps), value) for name, value in settings.items()}
     for name in entries:
         values = {event.step: event.value for event in entries[name]}
         run.numbers[name] = np.array([values.get(step, math.nan) for step in run.steps.tolist()])
     # Not from `numbers`, where NaN also stands for what was not logged in an iteration.
-    events_of_losses = [event for name in FINITE & entries.keys() for event in entries[name]]
-    bad = [event.step for event in events_of_losses if not math.isfinite(event.value)]
-    run.numbers["finite"] = (run.steps < min(bad, default=math.inf)).astype(float)
+    must_be_finite = [event for name in FINITE & entries.keys() for event in entries[name]]
+    first_nan = min((e.step for e in must_be_finite if not math.isfinite(e.value)), default=math.inf)
+    run.numbers["finite"] = (run.steps < first_nan).astype(float)
+    monitored = ("kl" in entries or "token_kl" in entries) and "clipfrac" in entries
+    run.numbers["monitored"] = np.full(len(run.steps), float(monitored))
+    run.numbers["progress"] = (run.steps + batch) / run.total
     add_derived(run)
     if "return" in entries:
         add_returns(run, entries)
@@ -294,88 +324,105 @@ def as_number(value: Any) -> float:
         return math.nan
 
 
+def total_steps(settings: dict[str, str]) -> float:
+    """The steps of all iterations; NaN if they are not known. CleanRL leaves out an incomplete iteration."""
+    if "num_iterations" in settings:
+        return as_number(settings["num_iterations"]) * as_number(settings.get("batch_size"))
+    return as_number(settings.get("total_timesteps", settings.get("total_episodes")))
+
+
 def numbers_of(settings: dict[str, Any]) -> dict[str, float]:
     """What the rules compare of settings, as logged or as in `Args`."""
-    numbers = {name: as_number(value) for name, value in settings.items()}
+    numbers = {name: as_number(value) for name, value in settings.items() if name in SETTINGS}
     if settings.get("surrogate") == "kl-penalty":
         numbers["clip_coef"] = math.nan  # it clips nothing
     numbers["steps"] = numbers.get("update_epochs", math.nan) * numbers.get("num_minibatches", math.nan)
     # Scaled rewards in the place of normalised advantages were measured in ppo_continuous.py, the only script
-    # with this setting.
-    scaled = "min_log_std" in numbers and numbers["norm_rewards"] == 1
+    # with --min-log-std.
+    scaled = "min_log_std" in numbers and numbers.get("norm_rewards") == 1
     normalised = numbers.get("norm_adv", 1) == 1 or scaled
     numbers["unnormalised_steps"] = 0 if normalised else numbers["steps"]
     return numbers
 
 
 def add_derived(run: RunLog) -> None:
-    """Add what the rules compare besides metrics, settings and returns."""
+    """Add what is derived from losses and evaluations: see DERIVED."""
     numbers = run.numbers
-    numbers["progress"] = run.steps / run.total
-    monitored = ("kl" in numbers or "token_kl" in numbers) and "clipfrac" in numbers
-    numbers["monitored"] = np.full(len(run.steps), float(monitored))
-    if "gold" in numbers:
-        evaluated = ~np.isnan(numbers["gold"])
-        gold = numbers["gold"][evaluated][np.maximum(evaluated.cumsum() - 1, 0)]  # the last one so far
-        best = np.maximum.accumulate(gold)
-        numbers["gold_drop"] = (best - gold) / (best - gold[0] + 1e-8)
     if "grad_norm" in numbers and "max_grad_norm" in numbers:
         numbers["grad_excess"] = numbers["grad_norm"] / numbers["max_grad_norm"]
-    gaussian = "std" in numbers or "init_log_std" in numbers
-    if "entropy" in numbers and not gaussian and np.nanmin(numbers["entropy"]) >= 0:
+    gaussian = numbers.keys() & {"std", "init_log_std"} or "continuous" in run.settings.get("exp_name", "")
+    if "entropy" in numbers and not gaussian and not np.nanmin(numbers["entropy"]) < 0:
         largest = np.fmax.accumulate(numbers["entropy"])
         numbers["entropy_share"] = numbers["entropy"] / np.maximum(largest, 1e-8)
+    if "gold" in numbers and not np.isnan(numbers["gold"]).all():
+        evaluated = ~np.isnan(numbers["gold"])
+        last = np.maximum(evaluated.cumsum() - 1, 0)  # index of the last evaluation
+        gold = numbers["gold"][evaluated][last]
+        best = np.maximum.accumulate(gold)
+        numbers["gold_drop"] = (best - gold) / (best - gold[0] + 1e-8)
 
 
 def add_returns(run: RunLog, entries: dict[str, list]) -> None:
-    """Add what follows from the logged returns and lengths: means over the last 100 episodes, and the gain.
+    """Add what is derived from returns and lengths: see DERIVED. Both become means of the last 100 episodes.
 
-    An entry is a mean over the episodes that ended in an iteration or, in runs of CleanRL, an episode.
+    There are E entries, each the mean of the episodes that ended in an iteration or, by CleanRL, an episode.
     """
     columns = {name: np.array([event.value for event in entries[name]]) for name in entries}
-    returns, steps = columns["return"], np.array([event.step for event in entries["return"]])
-    aligned = {name: x for name, x in columns.items() if len(x) == len(returns)}
-    lengths = aligned.get("length", np.ones(len(returns)))
-    gaps = np.diff(steps, prepend=2 * steps[0] - steps[:2][-1])  # the first one is like the second
-    counts = np.maximum(gaps / lengths, 1)  # of episodes in each entry, about
-    seen = counts.cumsum()
+    returns = columns["return"]
+    columns = {name: column for name, column in columns.items() if len(column) == len(returns)}
+    lengths = columns.get("length", np.ones(len(returns)))
+    steps = np.array([event.step for event in entries["return"]])
+    gaps = np.diff(steps, prepend=0)
+    counts = np.maximum(gaps / lengths, 1)  # [E], how many episodes an entry stands for, about
+    seen = counts.cumsum()  # [E], episodes so far
+    min_entries = 1 if "return_std" in columns else 5  # in a mean
+    squares = returns**2 + columns.get("return_std", np.zeros(len(returns))) ** 2
+
+    def windowed(values: np.ndarray, starts: Any, ends: Any) -> np.ndarray:
+        """Means over the entries from starts to ends (exclusive), weighted by the numbers of episodes."""
+        sums = np.concatenate([[0.0], (counts * values).cumsum()])
+        weights = np.concatenate([[0.0], seen])
+        return (sums[ends] - sums[starts]) / (weights[ends] - weights[starts])
 
     # The first 50 episodes, and two of each environment, since the very first to end are short ones.
-    fewest = 1 if "return_std" in aligned else 5  # entries
     num_envs = run.numbers.get("num_envs", np.ones(1))[0]
     enough = (seen >= 50) & (steps >= 2 * num_envs * np.maximum.accumulate(lengths))
-    first = slice(0, max(fewest, int(enough.argmax()) + 1 if enough.any() else len(returns)))
-    first_return = np.average(returns[first], weights=counts[first])
-    if "return_std" in aligned:
-        squares = aligned["return_std"] ** 2 + (returns - first_return) ** 2
-        deviation = math.sqrt(np.average(squares[first], weights=counts[first]))
-    else:
-        deviation = noise(returns[first]) * math.sqrt(counts[first].mean())
+    first_end = int(enough.argmax()) + 1 if enough.any() else len(returns)
+    first_end = min(max(first_end, min_entries), len(returns))
+    ends = np.arange(len(returns)) + 1
+    starts = np.searchsorted(seen, seen - 100, side="right")
+    starts = np.clip(ends - min_entries, 0, starts)
 
-    means, gain = np.zeros((2, len(returns))), np.full(len(returns), math.nan)
-    for i in range(len(returns)):
-        start = max(0, min(int(np.searchsorted(seen, seen[i] - 100, side="right")), i + 1 - fewest))
-        last = slice(start, i + 1)
-        means[:, i] = np.average([returns[last], lengths[last]], axis=1, weights=counts[last])
-        if start >= first.stop:  # else it is too early to tell
-            gain[i] = (means[0, i] - first_return) / (deviation + 1e-8)
-    lowest, highest = aligned.get("return_min", returns), aligned.get("return_max", returns)
+    first_return, mean_returns = windowed(returns, 0, first_end), windowed(returns, starts, ends)
+    mean_lengths = windowed(lengths, starts, ends)
+    if "return_std" in columns:
+        first_variance = windowed(squares, 0, first_end) - first_return**2
+        variances = windowed(squares, starts, ends) - mean_returns**2
+    else:  # of single entries, around their trend
+        first_variance = noise(returns[:first_end]) ** 2 * counts[:first_end].mean()
+        variances = first_variance
+    deviations = np.sqrt(np.maximum(first_variance + variances, 0) / 2)
+    gain = (mean_returns - first_return) / (deviations + 1e-6 * abs(first_return) + 1e-8)
+    gain[starts < first_end] = math.nan  # too early to tell
+    lowest, highest = columns.get("return_min", returns), columns.get("return_max", returns)
     equal = np.minimum.accumulate(lowest) == np.maximum.accumulate(highest)
-    derived = {"return": means[0], "length": means[1], "gain": gain}
-    derived["length_share"] = means[1] / np.average(lengths[first], weights=counts[first])
+
+    derived = {"return": mean_returns, "length": mean_lengths, "gain": gain}
+    derived["length_share"] = mean_lengths / windowed(lengths, 0, first_end)
     derived["equal_returns"] = (equal & (seen >= 100)).astype(float)
-    index = np.searchsorted(steps, run.steps, side="right") - 1  # the last entry of each iteration
-    for name, x in derived.items():
-        run.numbers[name] = np.where(index >= 0, x[index], math.nan)
+    last_entry = np.searchsorted(steps, run.steps, side="right") - 1  # of each iteration
+    for name, column in derived.items():
+        run.numbers[name] = np.where(last_entry >= 0, column[last_entry], math.nan)
 
 
 def add_rewards(run: RunLog) -> None:
-    """Add what follows from the mean rewards of batches of responses: their gain, and if all are equal."""
+    """Add what is derived from the mean rewards of a language model's batches: see DERIVED."""
     rewards = run.numbers["reward"]
     last = np.array([rewards[max(0, i - 9) : i + 1].mean() for i in range(len(rewards))])
     gain = (last - rewards[:5].mean()) / (noise(rewards) + 1e-8)
-    run.numbers["reward_gain"] = np.where(np.arange(len(rewards)) >= 14, gain, math.nan)
-    run.numbers["equal_returns"] = (rewards == rewards[0]).cumprod().astype(float)
+    gain[:14] = math.nan  # the first 5 and the last 10 must not overlap
+    run.numbers["reward_gain"] = gain
+    run.numbers["equal_rewards"] = np.cumprod(rewards == rewards[0]).astype(float)
 
 
 def noise(values: np.ndarray) -> float:
@@ -392,11 +439,22 @@ class Finding(NamedTuple):
     rule: Rule
     step: int  # at which it had applied for long enough
     iterations: int  # in which its comparisons were true
-    lasting: bool  # whether they still are
+    value: float  # of the first number that it compares, in the last iteration
+    over: bool  # it is not true in the last iteration, nor was it in a tenth of the second half of the run
+
+
+def names_in(rule: Rule) -> list[str]:
+    """The numbers that a rule compares."""
+    return [comparison.removeprefix("not ").split()[0] for comparison in rule.when.split(" and ")]
+
+
+def subject(name: str) -> str:
+    """The metric from which a number is derived, or the number itself."""
+    return DERIVED.get(name, (name, ""))[0]
 
 
 def compare(when: str, numbers: dict[str, Any]) -> np.ndarray:
-    """Whether all comparisons of a rule are true, for each iteration."""
+    """Whether all comparisons of a rule are true: [I], or a scalar, as the numbers are."""
     signs = {"<": operator.lt, ">": operator.gt, "=": operator.eq}
     result = np.array(True)
     for comparison in when.split(" and "):
@@ -407,39 +465,36 @@ def compare(when: str, numbers: dict[str, Any]) -> np.ndarray:
 
 
 def find_problems(run: RunLog, rules: list[Rule]) -> list[Finding]:
-    """What the rules find, in their order. Of several limits of a number, the first one stands for all.
+    """What the rules find, in their order. Of several limits of a number, the first stands for the others.
 
     If a quarter of a run has fewer iterations than a rule needs, these will do, but not less than 8.
     """
-    planned = run.total / np.diff(run.steps, prepend=0).mean()
-    most = math.inf if math.isnan(planned) else max(8, planned // 4)
+    gap = np.diff(run.steps).mean() if len(run.steps) > 1 else math.nan
+    quarter = run.total / gap // 4
+    most = math.inf if math.isnan(quarter) else max(8, quarter)
     findings: list[Finding] = []
     for rule in rules:
-        if any(rule.when.split()[:2] == found.rule.when.split()[:2] for found in findings):
-            continue
+        name, sign, *_ = rule.when.split()
         true = np.broadcast_to(compare(rule.when, run.numbers), run.steps.shape)
+        over = not true[-1] and true[len(true) // 2 :].mean() < 0.1
+        stricter = [found for found in findings if found.rule.when.split()[:2] == [name, sign]]
+        if any(over or not found.over for found in stricter):
+            continue
         streak = 0
         for step, is_true in zip(run.steps.tolist(), true.tolist(), strict=True):
             streak = streak + 1 if is_true else 0
             if streak == min(rule.iterations, most):
-                findings.append(Finding(rule, step, int(true.sum()), bool(true[-1])))
+                value = float(run.numbers[name][-1])
+                findings.append(Finding(rule, step, int(true.sum()), value, over))
                 break
     return findings
 
 
-def subject(rule: Rule) -> str:
-    """The metric that a rule is about."""
-    name = rule.when.split()[0]
-    subjects = {"gain": "return", "reward_gain": "reward", "equal_returns": "return", "gold_drop": "gold"}
-    subjects["grad_excess"] = "grad_norm"
-    return subjects.get(name, name.removesuffix("_share"))
-
-
 def describe(finding: Finding) -> str:
     """What is wrong, since when, and what to do."""
-    rule, step, iterations, lasting = finding
-    kind = "QUESTION" if rule in QUESTIONS else "WRONG"
-    where = f"{rule.when}, in {iterations} iterations, since step {step:,}{'' if lasting else ', no longer'}"
+    rule, step, iterations, value, over = finding
+    kind = "QUESTION" if rule in QUESTIONS else "EARLIER" if over else "WRONG"
+    where = f"{rule.when}: in {iterations} iterations, reported from step {step:,}, now {value:.3g}"
     if rule in UNSAFE or rule.when == "monitored < 1":  # of the whole run
         where = rule.when
     lines = [f"{kind}: {rule.problem} ({where})", rule.remedy, f"docs/metrics.md, {rule.section!r}, has more"]
@@ -456,20 +511,22 @@ def progress(run: RunLog) -> str:
 
 def report(run: RunLog) -> tuple[str, bool]:
     """A table of a run's metrics, then what is wrong; and whether anything is."""
-    problems, questions = find_problems(run, RULES), find_problems(run, QUESTIONS)
-    wrong, doubtful = ({subject(found.rule) for found in found_all} for found_all in (problems, questions))
-    lines = [progress(run), f"  {'':24}{'at first':>10}{'now':>11}   {'healthy':17}"]
+    findings = find_problems(run, RULES + QUESTIONS)
+    wrong = [found for found in findings if not found.over and found.rule in RULES]
+    known = {name for name, values in run.numbers.items() if not np.isnan(values).all()}
+    checked = {subject(names_in(rule)[0]) for rule in RULES if set(names_in(rule)) <= known}
+    verdicts = dict.fromkeys(checked, "ok") | {subject(names_in(found.rule)[0]): "WRONG" for found in wrong}
+    lines = [progress(run), f"  {'':24}{'at first':>10}{'now':>11}   {'healthy':17}".rstrip()]
     for metric in METRICS:
-        values = run.numbers.get(metric.name, np.zeros(0))
-        values = values[~np.isnan(values)]
-        if len(values):
+        if metric.name in known:
+            values = run.numbers[metric.name][~np.isnan(run.numbers[metric.name])]
             first, now = values[:5].mean(), values[-5:].mean()
-            verdict = "WRONG" if metric.name in wrong else "look" if metric.name in doubtful else "ok"
-            lines.append(f"  {metric.label:24}{first:>10.4g} {now:>10.4g}   {metric.healthy:17} {verdict}")
-    lines += [describe(finding) for finding in problems + questions]
-    if not problems:
-        lines.append("Nothing is wrong, as far as the metrics tell. Watch the agent, too.")
-    return "\n".join(lines) + "\n", bool(problems)
+            row = f"  {metric.label:24}{first:>10.4g} {now:>10.4g}   {metric.healthy:17}"
+            lines.append(f"{row} {verdicts.get(metric.name, '')}".rstrip())
+    lines += [describe(found) for found in findings]
+    if not wrong:
+        lines.append("Nothing is wrong now, as far as the metrics tell. Watch the agent, too.")
+    return "\n".join(lines) + "\n", bool(wrong)
 
 
 @dataclass
@@ -477,61 +534,79 @@ class Check:
     """Check runs by what they have logged. The exit status is 1 if something is wrong with one."""
 
     runs: tyro.conf.Positional[tuple[str, ...]] = ("runs",)  # folders with runs, at any depth
-    watch: bool = False  # repeat while the runs go on, and print what is new
-    every: float = 10.0  # seconds between repetitions; scripts write their logs each minute
+    watch: bool = False  # repeat while runs go on, and print what is new
+    stop: bool = False  # with --watch: end at the first problem
+    every: float = 10.0  # seconds between repetitions
     patience: float = 10.0  # minutes without anything new after which a run is taken for dead
 
 
-def check(args: Check) -> int:
+def check(paths: list[Path]) -> int:
     """Print a report on each run. Returns the exit status."""
-    folders = find_runs(args.runs)
-    if not folders:
-        print(f"coach.py: no TensorBoard files in {' '.join(args.runs)}", file=sys.stderr)
-        return 2
     wrong, empty = [], []
-    for folder in folders:
+    for folder in paths:
         run = read_run(folder, open_events(folder))
         if run is None:
-            print(f"{folder}: no iteration is logged yet. Scripts write their logs each minute.\n")
+            print(f"{folder}: no complete iteration is logged yet\n")
             empty.append(folder)
             continue
         text, has_problems = report(run)
         print(text)
         if has_problems:
             wrong.append(str(folder))
-    if len(folders) > 1:
-        print(f"Something is wrong with {len(wrong)} of {len(folders)} runs", *wrong, sep="\n  ")
-    return 1 if wrong else 2 if empty else 0
+    if len(paths) > 1:
+        print(f"Something is wrong with {len(wrong)} of {len(paths)} runs", *wrong, sep="\n  ", flush=True)
+    if len(empty) == len(paths):
+        return 2
+    return 1 if wrong else 0
 
 
 def watch(args: Check) -> int:
-    """Print what is new in runs until they end, and then a report on each. Returns the exit status."""
+    """Print what is new in runs until all have ended, then a report on each. Returns the exit status.
+
+    Runs that had ended before are left out, if others go on.
+    """
     readers: dict[Path, EventAccumulator] = {}
     sizes: dict[Path, int] = {}
     told: set[tuple[Path, str]] = set()
-    start = time.time()
-    while True:
-        going_on = not readers and time.time() - start < 60 * args.patience
-        for folder in find_runs(args.runs):
-            reader = readers.setdefault(folder, open_events(folder))
-            run = read_run(folder, reader)
-            last_time = run.last_time if run else start
-            new = run is not None and len(run.steps) > sizes.get(folder, 0)
-            if run and new:
-                sizes[folder] = len(run.steps)
-                shown = f"  return {run.numbers['return'][-1]:.5g}" if "return" in run.numbers else ""
-                kl = f"  KL {run.numbers['kl'][-1]:.4f}" if "kl" in run.numbers else ""
-                print(f"{time.strftime('%H:%M:%S')}  {progress(run)}{shown}{kl}", flush=True)
-                for finding in find_problems(run, RULES + QUESTIONS):
-                    if (folder, finding.rule.when) not in told:
-                        told.add((folder, finding.rule.when))
-                        print(describe(finding), flush=True)
-            silent = time.time() - last_time > 60 * args.patience
-            going_on |= new or not (silent or (run is not None and run.finished))
-        if not going_on:
-            print(flush=True)
-            return check(args)
-        time.sleep(args.every)
+    ended: set[Path] = set()
+    ended_before: set[Path] = set()
+    last_news = time.time()
+    try:
+        while True:
+            for folder in find_runs(args.runs):
+                if folder in ended:
+                    continue
+                if folder not in readers:
+                    readers[folder] = open_events(folder)
+                run = read_run(folder, readers[folder])
+                if run is None:
+                    continue
+                is_new = len(run.steps) > sizes.get(folder, 0)
+                has_ended = run.finished or time.time() - run.last_time > 60 * args.patience
+                if has_ended and folder not in sizes:
+                    ended_before.add(folder)
+                if has_ended:
+                    ended.add(folder)
+                if is_new:
+                    last_news = time.time()
+                    sizes[folder] = len(run.steps)
+                    shown = [f"{name} {run.numbers[name][-1]:.5g}" for name in SHOWN if name in run.numbers]
+                    if folder not in ended_before:
+                        print(time.strftime("%H:%M:%S"), progress(run), *shown, sep="  ", flush=True)
+                for found in find_problems(run, RULES + QUESTIONS):
+                    if folder not in ended_before and (folder, found.rule.when) not in told:
+                        told.add((folder, found.rule.when))
+                        print(describe(found), flush=True)
+                        if args.stop and found.rule in RULES and not found.over:
+                            return 1
+            if (ended and ended == readers.keys()) or time.time() - last_news > 60 * args.patience:
+                break
+            time.sleep(args.every)
+    except KeyboardInterrupt:
+        pass
+    print(flush=True)
+    watched = [folder for folder in find_runs(args.runs) if folder not in ended_before]
+    return check(watched or find_runs(args.runs))
 
 
 # ------------------------------------------------- Planning ------------------------------------------------
@@ -583,11 +658,12 @@ def choose(plan: Plan, names: set[str]) -> Choice:
     actions, shape = env.action_space, env.observation_space.shape or ()
     seen = f"observations of shape {shape}" if shape else f"observations {env.observation_space}"
     reason = f"actions {actions}, {seen}"
-    if isinstance(actions, gym.spaces.Discrete) and actions.start == 0:
-        return Choice("ppo", reason, "Small images" if len(shape) == 3 else "")
-    if isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1:
-        return Choice("ppo_continuous", reason)
-    return Choice("ppo_continuous" if isinstance(actions, gym.spaces.Box) else "ppo", reason, "Other actions")
+    script = "ppo_continuous" if isinstance(actions, gym.spaces.Box) else "ppo"
+    is_plain = isinstance(actions, gym.spaces.Discrete) and actions.start == 0
+    is_plain |= isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1
+    if not is_plain:
+        return Choice(script, reason, "Other actions")
+    return Choice(script, reason, "Small images" if len(shape) == 3 else "")
 
 
 def is_on_gpu(env_id: str) -> bool:
@@ -605,7 +681,7 @@ def is_on_gpu(env_id: str) -> bool:
 def parse(script: ModuleType, flags: list[str], names: set[str]) -> Any:
     """A script's settings for these flags."""
     default = script.Args()
-    if "--model" in names:
+    if "--model" in names and hasattr(script, "PRETRAINED"):
         default = script.PRETRAINED
     args = tyro.cli(script.Args, args=flags, default=default, prog=f"coach.py plan: {script.__name__}.py")
     if hasattr(script, "OTHERS") and args.env_id != default.env_id:
@@ -630,13 +706,13 @@ class Measured(Exception):  # noqa: N818 - it is no error
 
 
 def measure(script: ModuleType, args: Any, task: Any, seconds: float) -> tuple[float, float]:
-    """Train for some seconds, in a folder of its own.
+    """Train for some seconds, in a temporary folder with links to what is in this one.
 
-    Returns the seconds until the end of the first iteration, and the steps per second from then on.
+    Returns the estimated seconds of the whole training, and the steps per second after the first iteration.
     """
     log = script.Run.log
-    times: list[float] = [time.monotonic()]  # of the start, and of each iteration's end
-    steps: list[int] = [0]
+    times = [time.monotonic()]  # of the start, and of each iteration's end
+    steps = [0]
 
     def timed_log(run: Any, *arguments: Any) -> None:
         log(run, *arguments)
@@ -648,18 +724,21 @@ def measure(script: ModuleType, args: Any, task: Any, seconds: float) -> tuple[f
 
     script.Run.log = timed_log
     try:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            contextlib.chdir(folder),
-            contextlib.redirect_stdout(None),
-            contextlib.suppress(Measured),
-        ):
-            script.train(args, *[task] * (task is not None))
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+            for item in Path.cwd().iterdir():
+                if item.name != "runs":
+                    Path(folder, item.name).symlink_to(item)
+            with contextlib.chdir(folder), contextlib.suppress(Measured):
+                if task is None:
+                    script.train(args)
+                else:
+                    script.train(args, task)
     finally:
         script.Run.log = log
-    start_up, first = times[1] - times[0], len(times) > 2
-    speed = (steps[-1] - steps[1]) / (times[-1] - times[1]) if first else steps[1] / start_up
-    return start_up, speed
+    total = getattr(args, "total_timesteps", None) or args.total_episodes
+    seconds_before, steps_before = (times[1] - times[0], steps[1]) if len(times) > 2 else (0, 0)
+    speed = (steps[-1] - steps_before) / (times[-1] - times[0] - seconds_before)
+    return seconds_before + max(total - steps_before, 0) / speed, speed
 
 
 Row = tuple[str, str, str]  # label, value, usual range
@@ -736,16 +815,15 @@ def rows_of_language_models(args: Any) -> list[Row]:
 
 
 def diagnostics(script: ModuleType, language: bool) -> list[Rule]:
-    """The rules on what this script logs."""
-    source = Path(str(script.__file__)).read_text(encoding="utf-8")
+    """The rules on what this script logs: those whose tags are in its text."""
+    text = Path(str(script.__file__)).read_text(encoding="utf-8")
     absent = set()
     for metric in METRICS:
-        tags = [tag for tag in metric.tags if language != tag.startswith(("losses/", "charts/"))]
-        names = [name for tag in tags for name in (tag, tag.removeprefix("losses/"))]
-        if not any(f'"{name}"' in source for name in names):
+        tags = [tag for tag in metric.tags if tag.startswith(("losses/", "charts/")) != language]
+        if not any(f'"{tag}"' in text or f'"{tag.removeprefix("losses/")}"' in text for tag in tags):
             absent.add(metric.name)
     rules = [rule for rule in RULES if rule not in UNSAFE]
-    return [rule for rule in rules if not absent & set(re.findall(r"[a-z_]+", rule.when))]
+    return [rule for rule in rules if not absent & {subject(name) for name in names_in(rule)}]
 
 
 def plan(args: Plan, flags: list[str]) -> int:
@@ -754,6 +832,8 @@ def plan(args: Plan, flags: list[str]) -> int:
         if value := getattr(args, name):
             flags = [f"--{name.replace('_', '-')}", value, *flags]
     names = {flag.partition("=")[0].replace("_", "-") for flag in flags}
+    if names & {"--resume", "--evaluate"}:
+        raise ValueError("a plan is for a new run, without --resume and --evaluate")
     choice = choose(args, names)
     script = importlib.import_module(choice.script)
     settings = parse(script, flags, names)
@@ -775,7 +855,7 @@ def plan(args: Plan, flags: list[str]) -> int:
     for label, value, usual in (rows_of_language_models if language else rows_of_environments)(settings):
         print(f"{label:15}{value:50} {f'usual: {usual}' if usual else ''}".rstrip())
     if iterations(settings) < 50:
-        print("note: so few iterations are hardly enough; collect less in each, or plan for more steps")
+        print("note: so few iterations are hardly enough: collect less in each, or train for more steps")
     print(
         "\nSomething is wrong if one of these is true in (n) iterations in a row (docs/metrics.md, 'Rules'):"
     )
@@ -783,16 +863,17 @@ def plan(args: Plan, flags: list[str]) -> int:
         print(f"  {rule.when} ({rule.iterations}): {rule.problem}\n      {rule.remedy}")
     print()
     if args.seconds and not choice.recipe:
-        print(f"measuring the speed for {args.seconds:g} s ...", file=sys.stderr)
-        start_up, speed = measure(script, settings, task, args.seconds)
-        total = settings.total_episodes if language else settings.total_timesteps
+        print(f"measuring the speed for {args.seconds:g} s or more ...", file=sys.stderr)
+        seconds, speed = measure(script, settings, task, args.seconds)
+        duration = f"{seconds:.2g} s" if seconds < 60 else f"{seconds / 60:.2g} minutes"
         unit = "responses" if language else "transitions"
-        minutes = (start_up + total / speed) / 60
-        print(f"time: {minutes:.2g} minutes on this machine, at {speed:,.4g} {unit} per second as now")
+        print(f"time:  about {duration} on this machine as it is now, {speed:,.0f} {unit} per second")
     file = "<the recipe's file>" if choice.recipe else f"{choice.script}.py"
-    print(f"run: python {file} {shlex.join(flags)}".rstrip())
-    name = re.sub(r"[^\w.-]+", "_", Path(settings.model or "built-in").name if language else settings.env_id)
-    print(f'check: python coach.py check "runs/{name}__*" --watch')
+    print(f"run:   python {file} {shlex.join(flags)}".rstrip())
+    task_name = Path(settings.model or "built-in").name if language else settings.env_id
+    experiment = settings.exp_name if "--exp-name" in names else choice.script
+    folder = re.sub(r"[^\w.-]+", "_", f"{task_name}__{experiment}__{settings.seed}")
+    print(f'check: python coach.py check "runs/{folder}__*" --watch')
     return 0
 
 
@@ -812,10 +893,10 @@ def main() -> None:
             status = 2
     else:
         options = tyro.cli(Check, args=words, prog="coach.py check")
-        try:
-            status = watch(options) if options.watch else check(options)
-        except KeyboardInterrupt:
-            status = 130  # as shells have it
+        if not find_runs(options.runs) and not options.watch:
+            print(f"coach.py: no TensorBoard files in {' '.join(options.runs)}", file=sys.stderr)
+            sys.exit(2)
+        status = watch(options) if options.watch else check(find_runs(options.runs))
     sys.exit(status)
 
 
