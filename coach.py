@@ -560,53 +560,60 @@ def check(paths: list[Path]) -> int:
     return 1 if wrong else 0
 
 
+def print_news(run: RunLog, told: set[str]) -> bool:
+    """Print how far a run is, and what is found for the first time. Returns whether something is wrong."""
+    shown = [f"{name} {run.numbers[name][-1]:.5g}" for name in SHOWN if name in run.numbers]
+    print(time.strftime("%H:%M:%S"), progress(run), *shown, sep="  ", flush=True)
+    findings = find_problems(run, RULES + QUESTIONS)
+    for found in findings:
+        if found.rule.when not in told:
+            print(describe(found), flush=True)
+            told.add(found.rule.when)
+    return any(found.rule in RULES and not found.over for found in findings)
+
+
 def watch(args: Check) -> int:
     """Print what is new in runs until all have ended, then a report on each. Returns the exit status.
 
     Runs that had ended before are left out, if others go on.
     """
     readers: dict[Path, EventAccumulator] = {}
-    sizes: dict[Path, int] = {}
-    told: set[tuple[Path, str]] = set()
+    sizes: dict[Path, int] = {}  # iterations that were read
+    told: dict[Path, set[str]] = {}  # what was found
     ended: set[Path] = set()
     ended_before: set[Path] = set()
     last_news = time.time()
-    try:
+
+    def look(folder: Path) -> bool:
+        """Read what is new in a run, and print it. Returns whether something is wrong."""
+        if folder not in readers:
+            readers[folder] = open_events(folder)
+        run = read_run(folder, readers[folder])
+        if run is None:
+            return False
+        is_first, size = folder not in sizes, sizes.get(folder, 0)
+        sizes[folder] = len(run.steps)
+        if run.finished or time.time() - run.last_time > 60 * args.patience:
+            ended.add(folder)
+            if is_first:
+                ended_before.add(folder)
+                return False
+        return len(run.steps) > size and print_news(run, told.setdefault(folder, set()))
+
+    with contextlib.suppress(KeyboardInterrupt):
         while True:
+            before = dict(sizes)
             for folder in find_runs(args.runs):
-                if folder in ended:
-                    continue
-                if folder not in readers:
-                    readers[folder] = open_events(folder)
-                run = read_run(folder, readers[folder])
-                if run is None:
-                    continue
-                is_new = len(run.steps) > sizes.get(folder, 0)
-                has_ended = run.finished or time.time() - run.last_time > 60 * args.patience
-                if has_ended and folder not in sizes:
-                    ended_before.add(folder)
-                if has_ended:
-                    ended.add(folder)
-                if is_new:
-                    last_news = time.time()
-                    sizes[folder] = len(run.steps)
-                    shown = [f"{name} {run.numbers[name][-1]:.5g}" for name in SHOWN if name in run.numbers]
-                    if folder not in ended_before:
-                        print(time.strftime("%H:%M:%S"), progress(run), *shown, sep="  ", flush=True)
-                for found in find_problems(run, RULES + QUESTIONS):
-                    if folder not in ended_before and (folder, found.rule.when) not in told:
-                        told.add((folder, found.rule.when))
-                        print(describe(found), flush=True)
-                        if args.stop and found.rule in RULES and not found.over:
-                            return 1
-            if (ended and ended == readers.keys()) or time.time() - last_news > 60 * args.patience:
+                if folder not in ended and look(folder) and args.stop:
+                    return 1
+            if sizes != before:
+                last_news = time.time()
+            all_ended = ended and ended == readers.keys()
+            if all_ended or time.time() - last_news > 60 * args.patience:
                 break
             time.sleep(args.every)
-    except KeyboardInterrupt:
-        pass
-    print(flush=True)
-    watched = [folder for folder in find_runs(args.runs) if folder not in ended_before]
-    return check(watched or find_runs(args.runs))
+    folders = find_runs(args.runs)
+    return check([folder for folder in folders if folder not in ended_before] or folders)
 
 
 # ------------------------------------------------- Planning ------------------------------------------------
