@@ -44,16 +44,16 @@ class Metric(NamedTuple):
     """A number that runs log."""
 
     name: str  # in the rules
-    label: str  # in the printed table
+    label: str  # in the printed table; without one, it is not in there
     healthy: str
     tags: tuple[str, ...]  # the first one that a run has
 
 
 METRICS = [
     Metric("return", "return", "rises", ("charts/episodic_return",)),
-    Metric("return_std", "  standard deviation", "", ("charts/episodic_return_std",)),
-    Metric("return_min", "  lowest", "", ("charts/episodic_return_min",)),
-    Metric("return_max", "  highest", "", ("charts/episodic_return_max",)),
+    Metric("return_std", "", "", ("charts/episodic_return_std",)),
+    Metric("return_min", "", "", ("charts/episodic_return_min",)),
+    Metric("return_max", "", "", ("charts/episodic_return_max",)),
     Metric("length", "length", "as the task asks", ("charts/episodic_length",)),
     Metric("reward", "reward", "rises", ("reward",)),
     Metric("response_length", "length of responses", "as the task asks", ("completions/mean_length",)),
@@ -518,7 +518,7 @@ def report(run: RunLog) -> tuple[str, bool]:
     verdicts = dict.fromkeys(checked, "ok") | {subject(names_in(found.rule)[0]): "WRONG" for found in wrong}
     lines = [progress(run), f"  {'':24}{'at first':>10}{'now':>11}   {'healthy':17}".rstrip()]
     for metric in METRICS:
-        if metric.name in known:
+        if metric.label and metric.name in known:
             values = run.numbers[metric.name][~np.isnan(run.numbers[metric.name])]
             first, now = values[:5].mean(), values[-5:].mean()
             row = f"  {metric.label:24}{first:>10.4g} {now:>10.4g}   {metric.healthy:17}"
@@ -613,7 +613,10 @@ def watch(args: Check) -> int:
                 break
             time.sleep(args.every)
     folders = find_runs(args.runs)
-    return check([folder for folder in folders if folder not in ended_before] or folders)
+    watched = [folder for folder in folders if folder not in ended_before]
+    if watched and ended_before:
+        print(f"Not shown: {len(ended_before)} of {len(folders)} runs, which had ended before.")
+    return check(watched or folders)
 
 
 # ------------------------------------------------- Planning ------------------------------------------------
@@ -784,10 +787,14 @@ def rows_of_environments(args: Any) -> list[Row]:
     horizon = f"{1 / (1 - args.gamma):,.0f} steps" if args.gamma < 1 else "without end"
     return [
         ("rollout N x T", f"{args.num_envs} x {args.num_steps} = {batch:,} transitions", ""),
-        ("iterations", f"{iterations(args):,}, for {args.total_timesteps:,.0f} transitions", "50 or more"),
+        (
+            "iterations",
+            f"about {iterations(args):,}, for {args.total_timesteps:,.0f} transitions",
+            "30 or more",
+        ),
         ("epochs K", f"{args.update_epochs}{stop}", "3 to 10"),
         ("minibatches", f"{args.num_minibatches} of {batch // args.num_minibatches:,}", "of 64 to 2,048"),
-        ("gradient steps", f"{steps:,} per iteration, {steps * iterations(args):,} in all", ""),
+        ("gradient steps", f"{steps:,} per iteration, about {steps * iterations(args):,} in all", ""),
         ("learning rate", f"{args.learning_rate:g}{schedule}", "1e-4 to 1e-3"),
         ("policy loss", policy_loss, "0.1 to 0.3"),
         ("value loss", f"c₁ = {args.vf_coef:g}{', clipped' if has('clip_vloss') else ''}", "0.5 to 1"),
@@ -804,10 +811,10 @@ def rows_of_language_models(args: Any) -> list[Row]:
     has, steps = asdict(args).get, args.update_epochs * args.num_minibatches
     rows = [
         ("batch", f"{args.batch_size:,} responses of at most {args.max_response_length} tokens", ""),
-        ("iterations", f"{iterations(args):,}, for {args.total_episodes:,.0f} responses", "50 or more"),
+        ("iterations", f"about {iterations(args):,}, for {args.total_episodes:,.0f} responses", "30 or more"),
         ("epochs K", f"{args.update_epochs}", "1 to 4"),
         ("minibatches", f"{args.num_minibatches} of {args.batch_size // args.num_minibatches:,}", ""),
-        ("gradient steps", f"{steps:,} per iteration, {steps * iterations(args):,} in all", ""),
+        ("gradient steps", f"{steps:,} per iteration, about {steps * iterations(args):,} in all", ""),
         ("learning rate", f"{args.learning_rate:g}, decayed linearly to 0", ""),
         ("policy loss", f"clipped, ε = {args.clip_coef:g}", "0.1 to 0.3"),
         ("KL penalty", f"β = {args.kl_coef:g}, from the reference", "0 to 0.1"),
@@ -861,7 +868,7 @@ def plan(args: Plan, flags: list[str]) -> int:
         print(f"{'recipe':15}docs/recipes.md, {choice.recipe!r}, changes the script for this environment")
     for label, value, usual in (rows_of_language_models if language else rows_of_environments)(settings):
         print(f"{label:15}{value:50} {f'usual: {usual}' if usual else ''}".rstrip())
-    if iterations(settings) < 50:
+    if iterations(settings) < 30:
         print("note: so few iterations are hardly enough: collect less in each, or train for more steps")
     print(
         "\nSomething is wrong if one of these is true in (n) iterations in a row (docs/metrics.md, 'Rules'):"

@@ -369,7 +369,7 @@ def plan(*words, folder="."):
 PLANS = {  # words: the script, and what else the plan says
     "--env-id CartPole-v1 --total-timesteps 1e5": (
         "ppo.py",
-        ["16 x 64 = 1,024", "98, for 100,000", "5,880 in all"],
+        ["16 x 64 = 1,024", "about 98, for 100,000", "about 5,880 in all"],
     ),
     "--env-id Taxi-v4 --anneal-ent-coef --gamma 0.9": ("ppo.py", ["a horizon of 10 steps"]),
     "--env-id Pendulum-v1 --adapt none": (
