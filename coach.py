@@ -54,6 +54,7 @@ METRICS = [
     Metric("return_std", "", "", ("charts/episodic_return_std",)),
     Metric("return_min", "", "", ("charts/episodic_return_min",)),
     Metric("return_max", "", "", ("charts/episodic_return_max",)),
+    Metric("greedy_return", "greedy return", "as the return", ("eval/greedy_return",)),
     Metric("length", "length", "as the task asks", ("charts/episodic_length",)),
     Metric("reward", "reward", "rises", ("reward",)),
     Metric("response_length", "length of responses", "as the task asks", ("completions/mean_length",)),
@@ -64,7 +65,8 @@ METRICS = [
     Metric("entropy", "entropy", "falls slowly", ("losses/entropy",)),
     Metric("token_entropy", "entropy per token", "falls slowly", ("entropy",)),
     Metric("std", "standard deviation", "0.05 to 3", ("losses/std",)),
-    Metric("explained_variance", "explained variance", "rises towards 1", ("losses/explained_variance",)),
+    Metric("explained_variance", "explained variance", "near 1, or small error",
+           ("losses/explained_variance",)),
     Metric("critic_explained_variance", "explained variance", "rises towards 1", ("val/explained_variance",)),
     Metric("critic_error", "critic error", "falls", ("losses/critic_error",)),
     Metric("policy_loss", "policy loss", "near 0", ("losses/policy_loss", "loss/policy_avg")),
@@ -82,8 +84,10 @@ METRICS = [
 
 SHOWN = "return", "reward", "kl", "token_kl"  # with --watch
 # Prefixes of metrics that are not logged in every iteration, and metrics that must be finite.
-NOT_IN_EACH = "return", "length", "gold"
+NOT_IN_EACH = "return", "greedy", "length", "gold"
 FINITE = {"return", "reward", "kl", "token_kl", "entropy", "token_entropy", "policy_loss", "value_loss"}
+# Metrics that become small at the end of any run, as the learning rate does.
+OF_UPDATES = {"kl", "token_kl", "clipfrac", "first_kl", "grad_norm"}
 # Settings that the rules compare, or that their numbers are made of.
 SETTINGS = {
     "update_epochs", "num_minibatches", "clip_coef", "gamma", "norm_adv", "norm_rewards", "min_log_std",
@@ -145,6 +149,10 @@ RULES = [
          "other masks, or a normaliser that changes between acting and learning", "The update"),
     Rule("sampling_difference > 0.1", 2, "sampling and learning do not compute the same log-probabilities",
          "compare those of one response: temperature, padding, cache, dtype", "Language models"),
+    Rule("clipfrac = 0 and kl > 0.02 and steps > 1", 3,
+         "no sample is ever clipped, though the policy moves",
+         "the ratio is always 1: are the old log-probabilities those of the policy that acted?",
+         "The update"),
     Rule("kl > 1 and not gain > 1", 1, "an update was extremely large",
          "start again with a lower --learning-rate; if it is 1e-3 or less, check the sign of the policy loss",
          "The update"),
@@ -440,7 +448,7 @@ class Finding(NamedTuple):
     step: int  # at which it had applied for long enough
     iterations: int  # in which its comparisons were true
     value: float  # of the first number that it compares, in the last iteration
-    over: bool  # it is not true in the last iteration, nor was it in a tenth of the second half of the run
+    over: bool  # it is no longer true; of updates: nor was it in a tenth of the second half of the run
 
 
 def names_in(rule: Rule) -> list[str]:
@@ -476,7 +484,9 @@ def find_problems(run: RunLog, rules: list[Rule]) -> list[Finding]:
     for rule in rules:
         name, sign, *_ = rule.when.split()
         true = np.broadcast_to(compare(rule.when, run.numbers), run.steps.shape)
-        over = not true[-1] and true[len(true) // 2 :].mean() < 0.1
+        over = not true[-5:].any()
+        if subject(name) in OF_UPDATES:
+            over = over and true[len(true) // 2 :].mean() < 0.1
         stricter = [found for found in findings if found.rule.when.split()[:2] == [name, sign]]
         if any(over or not found.over for found in stricter):
             continue
@@ -516,16 +526,19 @@ def report(run: RunLog) -> tuple[str, bool]:
     known = {name for name, values in run.numbers.items() if not np.isnan(values).all()}
     checked = {subject(names_in(rule)[0]) for rule in RULES if set(names_in(rule)) <= known}
     verdicts = dict.fromkeys(checked, "ok") | {subject(names_in(found.rule)[0]): "WRONG" for found in wrong}
-    lines = [progress(run), f"  {'':24}{'at first':>10}{'now':>11}   {'healthy':17}".rstrip()]
+    lines = [progress(run), f"  {'':24}{'at first':>10}{'now':>11}   healthy"]
     for metric in METRICS:
         if metric.label and metric.name in known:
             values = run.numbers[metric.name][~np.isnan(run.numbers[metric.name])]
             first, now = values[:5].mean(), values[-5:].mean()
-            row = f"  {metric.label:24}{first:>10.4g} {now:>10.4g}   {metric.healthy:17}"
+            row = f"  {metric.label:24}{first:>10.4g} {now:>10.4g}   {metric.healthy:22}"
             lines.append(f"{row} {verdicts.get(metric.name, '')}".rstrip())
     lines += [describe(found) for found in findings]
+    if len(wrong) > 1:
+        lines.append("Begin with the first one: it may be the cause of the others.")
     if not wrong:
-        lines.append("Nothing is wrong now, as far as the metrics tell. Watch the agent, too.")
+        lines.append("Nothing is wrong now, as far as the metrics tell. Compare the return with a known one,")
+        lines.append("and watch the agent.")
     return "\n".join(lines) + "\n", bool(wrong)
 
 
@@ -537,6 +550,7 @@ class Check:
     watch: bool = False  # repeat while runs go on, and print what is new
     stop: bool = False  # with --watch: end at the first problem
     every: float = 10.0  # seconds between repetitions
+    wait: float = 60.0  # seconds for a run to begin, if all others have ended: its imports take a while
     patience: float = 10.0  # minutes without anything new after which a run is taken for dead
 
 
@@ -582,7 +596,7 @@ def watch(args: Check) -> int:
     told: dict[Path, set[str]] = {}  # what was found
     ended: set[Path] = set()
     ended_before: set[Path] = set()
-    last_news = time.time()
+    start = last_news = time.time()
 
     def look(folder: Path) -> bool:
         """Read what is new in a run, and print it. Returns whether something is wrong."""
@@ -609,7 +623,9 @@ def watch(args: Check) -> int:
             if sizes != before:
                 last_news = time.time()
             all_ended = ended and ended == readers.keys()
-            if all_ended or time.time() - last_news > 60 * args.patience:
+            if all_ended and (ended != ended_before or time.time() - start > args.wait):
+                break
+            if time.time() - last_news > 60 * args.patience:
                 break
             time.sleep(args.every)
     folders = find_runs(args.runs)
@@ -870,12 +886,6 @@ def plan(args: Plan, flags: list[str]) -> int:
         print(f"{label:15}{value:50} {f'usual: {usual}' if usual else ''}".rstrip())
     if iterations(settings) < 30:
         print("note: so few iterations are hardly enough: collect less in each, or train for more steps")
-    print(
-        "\nSomething is wrong if one of these is true in (n) iterations in a row (docs/metrics.md, 'Rules'):"
-    )
-    for rule in diagnostics(script, language):
-        print(f"  {rule.when} ({rule.iterations}): {rule.problem}\n      {rule.remedy}")
-    print()
     if args.seconds and not choice.recipe:
         print(f"measuring the speed for {args.seconds:g} s or more ...", file=sys.stderr)
         seconds, speed = measure(script, settings, task, args.seconds)
@@ -888,6 +898,9 @@ def plan(args: Plan, flags: list[str]) -> int:
     experiment = settings.exp_name if "--exp-name" in names else choice.script
     folder = re.sub(r"[^\w.-]+", "_", f"{task_name}__{experiment}__{settings.seed}")
     print(f'check: python coach.py check "runs/{folder}__*" --watch')
+    print("\nSomething is wrong if one of these is true in (n) iterations in a row (see docs/metrics.md):")
+    for rule in diagnostics(script, language):
+        print(f"  {rule.when} ({rule.iterations}): {rule.problem}\n      {rule.remedy}")
     return 0
 
 

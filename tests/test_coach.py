@@ -75,6 +75,8 @@ def call(*words, folder="."):
 CASES = [  # part of what is said, iterations that it takes, what makes it so, and what keeps it silent
     ("do not compute the same policy", 2, {"first_approx_kl": 2e-4}, {"first_approx_kl": 9e-5}),
     ("an update was extremely large", 1, {"kl": 1.1, "mean": 20}, {"kl": 0.9, "mean": 20}),
+    ("though the policy moves", 3, {"clipfrac": 0, "kl": 0.03}, {"clipfrac": 0.01, "kl": 0.03}),
+    ("though the policy moves", 3, {"clipfrac": 0, "kl": 0.03}, {"clipfrac": 0, "kl": 0.01}),
     ("updates are much too large", 5, {"kl": 0.11}, {"kl": 0.09}),
     ("updates are too large", 5, {"kl": 0.06}, {"kl": 0.04}),
     ("nearly all samples are clipped", 5, {"clipfrac": 0.85}, {"clipfrac": 0.75}),
