@@ -26,7 +26,8 @@ import shlex
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+import traceback
+from dataclasses import asdict, dataclass, field, replace
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,7 +86,10 @@ METRICS = [
 SHOWN = "return", "reward", "kl", "token_kl"  # with --watch
 # Prefixes of metrics that are not logged in every iteration, and metrics that must be finite.
 NOT_IN_EACH = "return", "greedy", "length", "gold"
-FINITE = {"return", "reward", "kl", "token_kl", "entropy", "token_entropy", "policy_loss", "value_loss"}
+FINITE = {
+    "return", "reward", "kl", "token_kl", "entropy", "token_entropy", "policy_loss", "value_loss",
+    "grad_norm", "language_grad_norm",
+}  # fmt: skip
 # Metrics that become small at the end of any run, as the learning rate does.
 OF_UPDATES = {"kl", "token_kl", "clipfrac", "first_kl", "grad_norm"}
 # Settings that the rules compare, or that their numbers are made of.
@@ -262,7 +266,7 @@ class RunLog:
 def find_runs(paths: tuple[str, ...]) -> list[Path]:
     """The folders with TensorBoard's files, at any depth below these paths or patterns."""
     folders: set[Path] = set()
-    for path in [Path(path) for pattern in paths for path in glob(pattern) or [pattern]]:
+    for path in [Path(path) for text in paths for path in ([text] if Path(text).exists() else glob(text))]:
         files = path.rglob("*tfevents*") if path.is_dir() else [path]
         folders |= {file.parent for file in files if "tfevents" in file.name and file.exists()}
     return sorted(folders)
@@ -290,7 +294,8 @@ def read_run(folder: Path, events: EventAccumulator) -> RunLog | None:
     tags = {metric.name: next((tag for tag in metric.tags if tag in logged), None) for metric in METRICS}
     entries = {name: events.Scalars(tag) for name, tag in tags.items() if tag}
     # Returns are no iterations, as CleanRL logs each episode's; nor are evaluations.
-    steps = {event.step for name in entries if not name.startswith(NOT_IN_EACH) for event in entries[name]}
+    own = [name for name in entries if not name.startswith(NOT_IN_EACH)]
+    steps = {event.step for name in own or entries for event in entries[name]}
     if not steps:
         return None
     last_time = max(column[-1].wall_time for column in entries.values())
@@ -375,11 +380,11 @@ def add_returns(run: RunLog, entries: dict[str, list]) -> None:
 
     There are E entries, each the mean of the episodes that ended in an iteration or, by CleanRL, an episode.
     """
-    columns = {name: np.array([event.value for event in entries[name]]) for name in entries}
-    returns = columns["return"]
-    columns = {name: column for name, column in columns.items() if len(column) == len(returns)}
-    lengths = columns.get("length", np.ones(len(returns)))
-    steps = np.array([event.step for event in entries["return"]])
+    names = [name for name in entries if name.startswith(("return", "length"))]
+    size = min(len(entries[name]) for name in names)  # the last entry may be half-written
+    columns = {name: np.array([event.value for event in entries[name][:size]]) for name in names}
+    returns, lengths = columns["return"], columns.get("length", np.ones(size))
+    steps = np.array([event.step for event in entries["return"][:size]])
     gaps = np.diff(steps, prepend=0)
     counts = np.maximum(gaps / lengths, 1)  # [E], how many episodes an entry stands for, about
     seen = counts.cumsum()  # [E], episodes so far
@@ -515,7 +520,11 @@ def progress(run: RunLog) -> str:
     """How far a run is, and for how long it has logged nothing."""
     total = "" if math.isnan(run.total) else f" of {run.total:,.0f}"
     minutes = (time.time() - run.last_time) / 60
-    silent = f", nothing new for {minutes:,.0f} minutes" if minutes > 5 and not run.finished else ""
+    silent = (
+        f", nothing new for {minutes:,.0f} minutes: has it stopped?"
+        if minutes > 5 and not run.finished
+        else ""
+    )
     return f"{run.folder}: {run.steps[-1]:,}{total} steps, {len(run.steps):,} iterations{silent}"
 
 
@@ -627,7 +636,7 @@ def watch(args: Check) -> int:
                 break
             if time.time() - last_news > 60 * args.patience:
                 break
-            time.sleep(args.every)
+            time.sleep(max(args.every, 0.0))
     folders = find_runs(args.runs)
     watched = [folder for folder in folders if folder not in ended_before]
     if watched and ended_before:
@@ -722,8 +731,8 @@ def refusals(script: ModuleType, args: Any, by_script: bool) -> list[str]:
     if by_script:
         try:
             script.check_args(args)
-        except ValueError as error:
-            reasons.append(str(error))
+        except Exception as error:  # of the script's checks, or of the environment
+            reasons.append(str(error) or type(error).__name__)
     return reasons
 
 
@@ -744,7 +753,7 @@ def measure(script: ModuleType, args: Any, task: Any, seconds: float) -> tuple[f
         log(run, *arguments)
         times.append(time.monotonic())
         steps.append(run.state.global_step if hasattr(run, "state") else arguments[0] + args.batch_size)
-        if len(times) > 3 and times[-1] - times[1] > seconds:
+        if len(times) > 2 and times[-1] - times[1] > seconds:
             run.writer.close()
             raise Measured
 
@@ -755,10 +764,12 @@ def measure(script: ModuleType, args: Any, task: Any, seconds: float) -> tuple[f
                 if item.name != "runs":
                     Path(folder, item.name).symlink_to(item)
             with contextlib.chdir(folder), contextlib.suppress(Measured):
+                off = {name: False for name in ("track", "capture_video") if hasattr(args, name)}
+                quiet = replace(args, **off)
                 if task is None:
-                    script.train(args)
+                    script.train(quiet)
                 else:
-                    script.train(args, task)
+                    script.train(quiet, task)
     finally:
         script.Run.log = log
     total = getattr(args, "total_timesteps", None) or args.total_episodes
@@ -887,17 +898,20 @@ def plan(args: Plan, flags: list[str]) -> int:
     if iterations(settings) < 30:
         print("note: so few iterations are hardly enough: collect less in each, or train for more steps")
     if args.seconds and not choice.recipe:
-        print(f"measuring the speed for {args.seconds:g} s or more ...", file=sys.stderr)
+        print(f"measuring the speed for {args.seconds:g} s, and two iterations or more ...", file=sys.stderr)
         seconds, speed = measure(script, settings, task, args.seconds)
-        duration = f"{seconds:.2g} s" if seconds < 60 else f"{seconds / 60:.2g} minutes"
+        duration = f"{seconds:.2g} s"
+        if seconds >= 60:
+            duration = f"{seconds / 60:.2g} minutes" if seconds < 7200 else f"{seconds / 3600:,.1f} hours"
         unit = "responses" if language else "transitions"
         print(f"time:  about {duration} on this machine as it is now, {speed:,.0f} {unit} per second")
-    file = "<the recipe's file>" if choice.recipe else f"{choice.script}.py"
+    coach = Path(sys.argv[0])  # the scripts are beside it
+    file = "<the recipe's file>" if choice.recipe else coach.with_name(f"{choice.script}.py")
     print(f"run:   python {file} {shlex.join(flags)}".rstrip())
     task_name = Path(settings.model or "built-in").name if language else settings.env_id
     experiment = settings.exp_name if "--exp-name" in names else choice.script
     folder = re.sub(r"[^\w.-]+", "_", f"{task_name}__{experiment}__{settings.seed}")
-    print(f'check: python coach.py check "runs/{folder}__*" --watch')
+    print(f'check: python {coach} check "runs/{folder}__*" --watch')
     print("\nSomething is wrong if one of these is true in (n) iterations in a row (see docs/metrics.md):")
     for rule in diagnostics(script, language):
         print(f"  {rule.when} ({rule.iterations}): {rule.problem}\n      {rule.remedy}")
@@ -905,25 +919,32 @@ def plan(args: Plan, flags: list[str]) -> int:
 
 
 def main() -> None:
+    """The command line: the first word is the command, and the exit status is what it returns."""
     commands = {"plan": Plan, "check": Check}
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
-        print(__doc__)
-        sys.exit(0 if {"-h", "--help"} & set(sys.argv) else 2)
+        is_help = len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help")
+        print(__doc__ if is_help else f"coach.py: {sys.argv[1]} is not plan or check")
+        sys.exit(0 if is_help else 2)
     sys.path.append(os.getcwd())  # where the `module:` of --env-id is looked for, too
     name, words = sys.argv[1], sys.argv[2:]
-    if name == "plan":
-        args, flags = tyro.cli(Plan, args=words, prog="coach.py plan", return_unknown_args=True)
-        try:
+    try:
+        if name == "plan":
+            args, flags = tyro.cli(Plan, args=words, prog="coach.py plan", return_unknown_args=True)
             status = plan(args, flags)
-        except (ValueError, OSError, ImportError) as error:
-            print(f"coach.py: {error}", file=sys.stderr)
-            status = 2
-    else:
-        options = tyro.cli(Check, args=words, prog="coach.py check")
-        if not find_runs(options.runs) and not options.watch:
-            print(f"coach.py: no TensorBoard files in {' '.join(options.runs)}", file=sys.stderr)
-            sys.exit(2)
-        status = watch(options) if options.watch else check(find_runs(options.runs))
+        else:
+            options = tyro.cli(Check, args=words, prog="coach.py check")
+            for path in options.runs:
+                if not options.watch and not find_runs((path,)):
+                    raise ValueError(f"no TensorBoard files in {path}")
+            status = watch(options) if options.watch else check(find_runs(options.runs))
+    except (ValueError, OSError, ImportError) as error:
+        print(f"coach.py: {error}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        status = 130  # as shells have it
+    except Exception:  # of an environment or a reward function
+        traceback.print_exc()
+        status = 2
     sys.exit(status)
 
 

@@ -185,8 +185,9 @@ def test_runs_of_cleanrl(rises, tmp_path):
 
 
 def test_a_run_that_is_not_monitored_fails(tmp_path):
-    for i, tag in enumerate(("losses/clipfrac", "losses/")):
-        left_out = {name for name in HEALTHY if name.startswith(tag) and ("kl" in name or "clip" in name)}
+    """Without a clip fraction, without it and any KL divergence, or with nothing but returns."""
+    kl = {name for name in HEALTHY if "kl" in name or "clip" in name}
+    for i, left_out in enumerate(({"losses/clipfrac"}, kl, {*HEALTHY, "losses/entropy"})):
         Writer(tmp_path / str(i)).write(30, left_out=left_out)
         status, out, _ = call("check", tmp_path / str(i))
         assert status == 1
@@ -238,6 +239,32 @@ def test_check_of_several_runs(tmp_path):
     assert "WRONG" not in good
     assert call("check", "runs/good", folder=tmp_path)[0] == 0
     assert call("check", folder=tmp_path)[1] == out  # runs/ is what is checked by default
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.9, 0.97])
+def test_a_truncated_file_of_a_healthy_run_is_healthy(share, tmp_path):
+    """What is missing in the last iteration is not NaN, wherever the file ends."""
+    Writer(tmp_path).write(100)
+    (file,) = tmp_path.glob("*tfevents*")
+    content = file.read_bytes()
+    for extra in range(0, 1200, 100):
+        file.write_bytes(content[: int(share * len(content)) + extra])
+        assert findings(tmp_path) == {}
+
+
+def test_folders_with_brackets(tmp_path):
+    """A folder that is there is no pattern."""
+    Writer(tmp_path / "x[1]").write(30, kl=0.2)
+    Writer(tmp_path / "x1").write(30)
+    assert call("check", tmp_path / "x[1]")[0] == 1
+    assert call("check", tmp_path / "x1")[0] == 0
+
+
+def test_a_path_without_runs_is_named(tmp_path):
+    """Beside one with runs, too."""
+    Writer(tmp_path / "a").write(30)
+    status, _, err = call("check", tmp_path / "a", tmp_path / "typo")
+    assert (status, err) == (2, f"coach.py: no TensorBoard files in {tmp_path / 'typo'}\n")
 
 
 def test_nothing_to_check(tmp_path):
