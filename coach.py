@@ -808,7 +808,7 @@ def rows_of_environments(args: Any) -> list[Row]:
     names = [name for name, is_so in normalised.items() if is_so] or ["nothing"]
     text = ", ".join(names)
     if not normalised["advantages"] and steps > 1:
-        text += ", in place of advantages"
+        text += "; not advantages: see the note"
     if has("clip_rewards"):
         text += "; rewards are clipped to their signs"
     horizon = f"{1 / (1 - args.gamma):,.0f} steps" if args.gamma < 1 else "without end"
@@ -895,6 +895,8 @@ def plan(args: Plan, flags: list[str]) -> int:
         print(f"{'recipe':15}docs/recipes.md, {choice.recipe!r}, changes the script for this environment")
     for label, value, usual in (rows_of_language_models if language else rows_of_environments)(settings):
         print(f"{label:15}{value:50} {f'usual: {usual}' if usual else ''}".rstrip())
+    if not language and not getattr(settings, "norm_adv", True) and settings.update_epochs > 1:
+        print("note: scaled rewards take the place of normalised advantages, as was measured for this script")
     if iterations(settings) < 30:
         print("note: so few iterations are hardly enough: collect less in each, or train for more steps")
     if args.seconds and not choice.recipe:

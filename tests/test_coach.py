@@ -404,7 +404,7 @@ PLANS = {  # words: the script, and what else the plan says
     "--env-id Taxi-v4 --anneal-ent-coef --gamma 0.9": ("ppo.py", ["a horizon of 10 steps"]),
     "--env-id Pendulum-v1 --adapt none": (
         "ppo_continuous.py",
-        ["observations, rewards, in place of advantages"],
+        ["observations, rewards; not advantages", "note: scaled rewards take the place"],
     ),
     "--env-id Pendulum-v1 --norm-adv": ("ppo_continuous.py", ["advantages, observations, rewards"]),
     "--env-id=CartPole-v1 --script ppo_lstm": ("ppo_lstm.py", ["16 x 128"]),
