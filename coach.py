@@ -894,7 +894,7 @@ def plan(args: Plan, flags: list[str]) -> int:
     if choice.recipe:
         print(f"{'recipe':15}docs/recipes.md, {choice.recipe!r}, changes the script for this environment")
     for label, value, usual in (rows_of_language_models if language else rows_of_environments)(settings):
-        print(f"{label:15}{value:50} {f'usual: {usual}' if usual else ''}".rstrip())
+        print(f"{label:15}{value:56} {f'usual: {usual}' if usual else ''}".rstrip())
     if not language and not getattr(settings, "norm_adv", True) and settings.update_epochs > 1:
         print("note: scaled rewards take the place of normalised advantages, as was measured for this script")
     if iterations(settings) < 30:
