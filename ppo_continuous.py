@@ -559,35 +559,6 @@ def rescale(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
 
 # ------------------------------------------------- Logging and checkpoints ---------------------------------
 
-ADVICE = [  # iterations in a row; condition on the metrics; what to do
-    (1, lambda m: m["first_approx_kl"] > 0.01,
-     "KL > 0.01 before the first gradient step: acting and learning do not compute the same policy"),
-    (1, lambda m: m["kl"] > 1,
-     "KL > 1: the update was too large; check --learning-rate and the sign of the loss"),
-    (5, lambda m: m["kl"] > 0.05,
-     "KL > 0.05: updates are too large; lower --learning-rate or --update-epochs"),
-    (20, lambda m: m["kl"] < 1e-6 and m["progress"] < 0.5 and not m["gain"] > 1,
-     "KL < 1e-6: the policy hardly changes; --learning-rate is too low or far too high, or no step is taken"),
-    (20, lambda m: m["explained_variance"] < 0.05 and m["critic_error"] > 0.03 and m["progress"] > 0.1,
-     "explained variance < 0.05: the critic predicts little; check rewards, observations and its loss"),
-    (20, lambda m: m["gain"] == 0,
-     "all episodes have had the same return: check the rewards"),
-    (10, lambda m: m["gain"] < (0.5 if m["progress"] > 0.5 else -0.5),
-     "the return is lower or hardly higher than at first: see docs/metrics.md, The return does not rise"),
-    (10, lambda m: m["std"] > 3,
-     "mean standard deviation > 3 (1 is half of an action's range): lower --ent-coef or --learning-rate"),
-]  # fmt: skip
-
-
-def advise(metrics: dict[str, float], streaks: list[int]) -> list[str]:
-    """The texts of ADVICE whose condition has now held for long enough."""
-    texts = []
-    for i, (iterations, applies, text) in enumerate(ADVICE):
-        streaks[i] = streaks[i] + 1 if applies(metrics) else 0
-        if streaks[i] == iterations:
-            texts.append(text)
-    return texts
-
 
 class Run:
     """The folder of a run: its curves for TensorBoard, and its checkpoint."""
@@ -608,9 +579,9 @@ class Run:
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
         # A copy of this file, so that `plot.py` tells runs of changed copies apart.
         Path(folder, Path(__file__).name).write_bytes(Path(__file__).read_bytes())
-        self.streaks = [0] * len(ADVICE)
-        self.returns: list[float] = []  # of all episodes
-        self.average = math.nan  # of the last 100
+        self.returns: list[float] = []  # of the last 100 episodes
+        self.average = math.nan  # their mean
+        self.warned = False
         self.first_time, self.first_step, self.last_print = time.monotonic(), state.global_step, 0.0
         self.save()
 
@@ -624,35 +595,33 @@ class Run:
         self.last_save = time.monotonic()
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
-        """Log an iteration, print progress and advice, and save a checkpoint every minute."""
+        """Log an iteration, print progress, and save a checkpoint every minute."""
         stuck = metrics["grad_norm"] == 0 and not self.last_print  # in the first iteration
         if stuck or not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
             raise FloatingPointError("the gradient is 0 or not finite: look at the loss and --learning-rate")
+        if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
+            print("KL > 0 before the first gradient step: acting and learning do not compute the same policy")
+            self.warned = True
         args, step, now = self.args, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
         if episodes:
             returns, lengths = np.transpose(episodes)
-            self.returns.extend(returns)
+            self.returns = [*self.returns, *returns.tolist()][-100:]
             scalars["charts/episodic_return"] = returns.mean()
             scalars["charts/episodic_return_std"] = returns.std()
             scalars["charts/episodic_return_min"] = returns.min()
             scalars["charts/episodic_return_max"] = returns.max()
-            scalars["charts/episodic_return_100"] = self.average = float(np.mean(self.returns[-100:]))
+            scalars["charts/episodic_return_100"] = self.average = float(np.mean(self.returns))
             scalars["charts/episodic_length"] = lengths.mean()
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
-        first, last = self.returns[:100], self.returns[-100:]
-        known = len(self.returns) >= 200 and not args.resume
-        # By how many standard deviations the return has risen.
-        gain = float(np.mean(last) - np.mean(first)) / (float(np.std(first)) + 1e-8) if known else math.nan
-        texts = advise(metrics | {"progress": step / args.total_timesteps, "gain": gain}, self.streaks)
-        if texts or step >= args.total_timesteps or now - self.last_print > 5:
+        if step >= args.total_timesteps or now - self.last_print > 5:
             self.last_print = now
             shown = f"return {self.average:.5g}" if self.returns else "no episode has ended yet"
             minutes = max(args.total_timesteps - step, 0) / speed / 60
             line = f"{step:>10,} steps  {shown}  KL {max(metrics['kl'], 0):.4f}"
-            print("\n".join([f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", *texts]), flush=True)
+            print(f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", flush=True)
         if now - self.last_save > 60:
             self.save()
 

@@ -544,8 +544,9 @@ class Run:
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
         # A copy of this file, so that `plot.py` tells runs of changed copies apart.
         Path(folder, Path(__file__).name).write_bytes(Path(__file__).read_bytes())
-        self.returns: list[float] = []  # of all episodes
-        self.average = math.nan  # of the last 100
+        self.returns: list[float] = []  # of the last 100 episodes
+        self.average = math.nan  # their mean
+        self.warned = False
         self.first_time, self.first_step, self.last_print = time.monotonic(), state.global_step, 0.0
         self.save()
 
@@ -563,16 +564,19 @@ class Run:
         stuck = metrics["grad_norm"] == 0 and not self.last_print  # in the first iteration
         if stuck or not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
             raise FloatingPointError("the gradient is 0 or not finite: look at the loss and --learning-rate")
+        if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
+            print("KL > 0 before the first gradient step: acting and learning do not compute the same policy")
+            self.warned = True
         args, step, now = self.args, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
         if episodes:
             returns, lengths = np.transpose(episodes)
-            self.returns.extend(returns)
+            self.returns = [*self.returns, *returns.tolist()][-100:]
             scalars["charts/episodic_return"] = returns.mean()
             scalars["charts/episodic_return_std"] = returns.std()
             scalars["charts/episodic_return_min"] = returns.min()
             scalars["charts/episodic_return_max"] = returns.max()
-            scalars["charts/episodic_return_100"] = self.average = float(np.mean(self.returns[-100:]))
+            scalars["charts/episodic_return_100"] = self.average = float(np.mean(self.returns))
             scalars["charts/episodic_length"] = lengths.mean()
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
         for tag, value in scalars.items():

@@ -22,6 +22,7 @@ from helpers import (
     flags,
     float64,
     load,
+    memory_too,
     normalized,
     run,
     weights,
@@ -392,7 +393,7 @@ def test_training(case, norm_obs, tmp_path):
 
 @each_script
 def test_a_policy_that_acts_otherwise_is_seen(case, tmp_path, monkeypatch):
-    """What a copy forgets in acting, masks for example, is in the KL divergence, and advice names it."""
+    """What a copy forgets in acting, masks for example, is in the KL divergence, and the run says so."""
 
     class Agent(case.script.Agent):
         def policy(self, obs):
@@ -404,6 +405,22 @@ def test_a_policy_that_acts_otherwise_is_seen(case, tmp_path, monkeypatch):
     done = run(case, tmp_path, total_timesteps=300)
     assert "acting and learning do not compute the same policy" in done.out
     assert min(curves(checkpoint_in(tmp_path).parent)["losses/first_approx_kl"].values()) > 0.1
+
+
+@memory_too
+def test_dropout_is_seen(case, tmp_path, monkeypatch):
+    """It acts with other units than it learns with. The warning comes once, and not in a run without."""
+
+    class Agent(case.script.Agent):
+        def __init__(self, *given):
+            super().__init__(*given)
+            self.actor = torch.nn.Sequential(torch.nn.Dropout(0.05), self.actor)
+
+    settings = {"total_timesteps": 2000, "learning_rate": 1e-2}
+    warning = "acting and learning do not compute the same policy"
+    assert warning not in run(case, tmp_path, **settings).out
+    monkeypatch.setattr(case.script, "Agent", Agent)
+    assert run(case, tmp_path, **settings).out.count(warning) == 1
 
 
 @each_script

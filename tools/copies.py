@@ -27,7 +27,7 @@ ORIGINALS = {
 DIFFERENT = {  # script: units of its original that differ there on purpose, or are absent
     "ppo_continuous.py": "mlp Agent.__init__ Agent.policy log_prob entropy kl_divergence Batch State "
     "ppo_loss Rollout.__init__ collect_rollout make_batch distance_moved update adjust_coefficients train "
-    "check_args make_envs ADVICE load_policy --adapt",
+    "check_args make_envs load_policy --adapt",
     "ppo_atari.py": "mlp RunningMoments RunningMoments.__init__ RunningMoments.update Agent Agent.__init__ "
     "Agent.normalize Agent.policy Agent.value Batch ppo_loss Rollout Rollout.__init__ collect_rollout "
     "scale_rewards make_batch distance_moved update train check_args "
@@ -35,12 +35,12 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "ppo_gpu.py": "CutOnce CutOnce.__init__ CutOnce.step RunningMoments.update Agent Agent.__init__ "
     "Agent.normalize Agent.policy kl_divergence compute_gae Batch State ppo_loss Rollout Rollout.__init__ "
     "collect_rollout scale_rewards normalize_rollout make_batch compute_gradients update "
-    "adjust_coefficients train compiled seed_everything check_args make_env make_envs rescale ADVICE "
-    "advise Run.__init__ Run.log Run.finish restore load_policy evaluate "
+    "adjust_coefficients train compiled seed_everything check_args make_env make_envs rescale "
+    "Run.__init__ Run.log Run.finish restore load_policy evaluate "
     "parse_args print_commands main",
     "ppo_lstm.py": "mlp Agent Agent.__init__ Agent.policy Agent.value Batch State ppo_loss Rollout "
     "Rollout.__init__ collect_rollout make_batch distance_moved update adjust_coefficients train check_args "
-    "ADVICE advise Run.__init__ Run.log load_policy evaluate",
+    "load_policy evaluate",
     "grpo.py": "PRETRAINED SHOWN ScalarModel ScalarModel.__init__ ScalarModel.forward Models "
     "Models.__init__ Task score whiten token_rewards compute_gae Batch ppo_loss collect update train "
     "evaluate PRODUCTS (TONES,GOOD,BAD) WORDS make_reviews write_review human tastes learn_to_write "
