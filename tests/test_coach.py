@@ -199,8 +199,11 @@ def test_a_run_that_is_not_monitored_fails(tmp_path):
 def test_what_is_not_finite_is_wrong(tag, tmp_path):
     writer = Writer(tmp_path).write(5)
     writer.writer.add_scalar(tag, np.nan, 5000)
+    writer.write(3)
+    writer.writer.add_scalar(tag, np.nan, 8000)
     writer.write(1)
-    assert [problem for problem in findings(tmp_path) if "NaN" in problem]
+    (step,) = [step for problem, step in findings(tmp_path).items() if "NaN" in problem]
+    assert step == 5000  # the first one
 
 
 @pytest.mark.parametrize(
@@ -259,6 +262,36 @@ def test_folders_with_brackets(tmp_path):
     Writer(tmp_path / "x1").write(30)
     assert call("check", tmp_path / "x[1]")[0] == 1
     assert call("check", tmp_path / "x1")[0] == 0
+
+
+def test_short_episodes_that_end_first_are_not_the_start(tmp_path):
+    """With many environments, the first to end are the good ones: what counts is two episodes of each."""
+    writer = Writer(tmp_path, num_envs=50).write(3, mean=40.0, length=60.0)
+    writer.write(20, mean=-50.0, length=200.0).write(77, mean=0.0, length=200.0)
+    assert findings(tmp_path) == {}
+
+
+def test_the_entropy_of_a_gaussian_is_no_share(tmp_path):
+    """It has no largest value: one that stays does not mean that the policy is random."""
+    for name, settings in (
+        ("a", {"init_log_std": -0.5}),
+        ("b", {"exp_name": "ppo_continuous_action"}),
+        ("c", {}),
+    ):
+        Writer(tmp_path / name, **settings).write(20, mean=20.0, entropy=6.0).write(
+            80, mean=25.0, entropy=6.0
+        )
+        assert ("the policy is as random as at first" in findings(tmp_path / name)) == (name == "c")
+
+
+def test_watch_leaves_out_what_had_ended(tmp_path):
+    """The report is on the run that went on, and says how many are not shown."""
+    Writer(tmp_path / "old", total_timesteps=30_000).write(30, kl=0.3)
+    Writer(tmp_path / "new").write(30)
+    status, out, _ = call("check", tmp_path, "--watch", "--every", 0.1, "--patience", 0.02)
+    assert status == 0
+    assert "Not shown: 1 of 2 runs" in out
+    assert "updates" not in out
 
 
 def test_a_path_without_runs_is_named(tmp_path):
@@ -378,7 +411,11 @@ def test_language_models(said, rise, changes, tmp_path):
                 writer.add_scalar(tag, value, 128 * i)
     found = list(findings(tmp_path))
     assert (said in found) if said else found == []
-    assert coach.read_run(tmp_path, coach.open_events(tmp_path)).finished
+    run = coach.read_run(tmp_path, coach.open_events(tmp_path))
+    gain = run.numbers["reward_gain"]
+    assert run.finished
+    assert gain[-1] == pytest.approx(rise / 0.03, rel=0.4, abs=1.5)
+    assert np.isnan(gain).tolist() == [True] * 14 + [False] * 86
 
 
 def test_few_iterations(tmp_path):
@@ -479,7 +516,7 @@ def test_the_time_is_measured(words, monkeypatch):
     (amount, unit, speed) = re.findall(r"^time: +about (\S+) (\w+) .* ([\d,]+) \w+ per second", out, re.M)[0]
     seconds = float(amount) * {"s": 1, "minutes": 60, "hours": 3600}[unit]
     ideal = TIMED[words] / float(speed.replace(",", ""))
-    assert seconds > 0.9 * ideal  # and more, for the first iteration
+    assert seconds > 0.55 * ideal  # of three iterations, the first one may be the fastest
     assert not (ROOT / "tests/runs").exists()
 
 
