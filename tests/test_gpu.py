@@ -445,7 +445,7 @@ def test_a_run_that_was_stopped_resumes_as_if_it_had_not_been(trained, tmp_path,
     path = checkpoint_in(tmp_path)
     assert load(path)["state"]["global_step"] == 26 * 128
     monkeypatch.setattr(ppo.Run, "log", log)
-    done = call(tmp_path, "--resume", path)
+    done = call(tmp_path, "--resume", path, device="cpu")
     assert (done.status, done.err) == (0, "")
     assert "3,328 of 7,680 steps" in done.out
     for name in ("agent", "optimizer", "state", "random"):
@@ -460,7 +460,7 @@ def test_resuming_with_other_environments(trained, tmp_path):
     path, content = tmp_path / "checkpoint.pt", load(trained.path)
     content["optimizer"]["param_groups"][0]["capturable"] = True  # as on a GPU
     torch.save(content, path)
-    done = call(tmp_path, "--resume", path, num_envs=32, total_timesteps=7680 + 512)
+    done = call(tmp_path, "--resume", path, device="cpu", num_envs=32, total_timesteps=7680 + 512)
     assert (done.status, done.err) == (0, "")
     assert load(path)["agent"]["obs_moments.count"] == load(path)["state"]["global_step"] == 7680 + 512
     assert not load(path)["optimizer"]["param_groups"][0]["capturable"]
