@@ -21,13 +21,11 @@ It trains on any game of the Arcade Learning Environment (ALE), under DeepMind's
   [DQN]     Mnih et al. 2015, "Human-level control through deep reinforcement learning", Nature 518
   [ALE]     Machado et al. 2018, "Revisiting the Arcade Learning Environment", arXiv:1709.06009
 
-PPO comes first, in the order of the paper, up to `train`. An iteration, and what each part returns:
+PPO comes first, in the order of the paper, up to `train`, which repeats:
 
-    train                    the results, after repeating:
-      collect_rollout        the games that ended, after it has filled the rollout with T steps
-      make_batch             its transitions, with advantages (compute_gae) and returns
-      update                 metrics, after K epochs of gradient steps, each on a minibatch
-        compute_gradients    metrics of the minibatch; it leaves the gradients of its ppo_loss
+    collect_rollout        acts for T steps in N environments, and fills the rollout
+    make_batch             estimates advantages (compute_gae), and flattens the rollout
+    update                 takes K epochs of gradient steps on minibatches, each on the loss of ppo_loss
 
 Shapes: T steps per rollout, N environments, A actions, B transitions in a batch. An observation is the last 4
 images, the newest last: [4, 84, 84], bytes.
@@ -36,13 +34,16 @@ images, the newest last: [4, 84, 84], bytes.
 import ctypes
 import json
 import math
+import os
 import pickle
 import random
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
@@ -96,8 +97,24 @@ class Args:  # the trailing comments become --help
     max_grad_norm: float = 0.5  # clip the gradient to this global norm
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():  # NumPy's numbers could not be loaded from a checkpoint
-            setattr(self, name, value.item() if isinstance(value, np.generic) else value)
+        for name, value in vars(self).items():
+            if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds numbers of Python only
+                setattr(self, name, value.item())
+        for name in ("resume", "evaluate"):  # the folder of a run will do
+            path = getattr(self, name)
+            if path and Path(path).is_dir():
+                setattr(self, name, str(Path(path, "checkpoint.pt")))
+
+
+# Limits of the settings, both included. With more than 30 epochs, or ε above 0.3, the policy moves too far
+# from the one that collected the data. To study what is refused, change this table in your program.
+BOUNDS = {
+    "seed": (0, 2**31), "eval_episodes": (1, math.inf), "num_threads": (1, 1024), "num_envs": (1, math.inf),
+    "num_steps": (2, math.inf), "total_timesteps": (1, 1e15), "learning_rate": (0, 1), "gamma": (0, 1),
+    "gae_lambda": (0, 1), "update_epochs": (1, 30), "num_minibatches": (1, math.inf),
+    "clip_coef": (1e-3, 0.3), "target_kl": (1e-6, math.inf), "ent_coef": (0, 100), "vf_coef": (0, 100),
+    "max_grad_norm": (1e-6, math.inf),
+}  # fmt: skip
 
 
 # ------------------------------------------------- Networks -------------------------------------------------
@@ -193,6 +210,7 @@ class State:
 
     learning_rate: float
     global_step: int = 0  # transitions so far
+    returns: list[float] = field(default_factory=list)  # of the last 100 games
 
 
 def mean(x: Tensor, weights: Tensor) -> Tensor:
@@ -260,29 +278,35 @@ class Rollout:
         self.terminated = np.zeros(shape, bool)
         self.truncated = np.zeros(shape, bool)
         self.valid = np.zeros(shape, bool)
-        self.infos = [{}] * args.num_steps  # what the environments reported in each step
 
 
 @torch.inference_mode()
+def act(forward: Callable, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, np.ndarray]:
+    """π(·|s) [N, A], as log-probabilities, V(s) [N], and actions [N] drawn from π.
+
+    `forward` is the agent, for observations [N, 4, 84, 84]. argmax(log π + noise) is a sample from π if the
+    noise [N, A] has a Gumbel distribution.
+    """
+    policy, values = forward(obs)
+    return policy, values, (policy + noise).argmax(-1).cpu().numpy()
+
+
 def collect_rollout(envs: VectorEnv, forward: Callable, rollout: Rollout, args: Args) -> list[tuple]:
     """Fill the rollout with the next T steps. Returns the return and length of each game that ended."""
     obs, actions, rewards, valid = rollout.obs, rollout.actions, rollout.rewards, rollout.valid
     terminated, truncated = rollout.terminated, rollout.truncated
     episodes = []
+    gumbel = -torch.empty(rollout.policies.shape).exponential_().log()  # all at once is faster
     obs[0] = obs[-1]
-    valid[0] = ~(terminated[-1] | truncated[-1])  # of the previous rollout
-    # argmax(log π + noise) is a sample from π (the Gumbel-max trick); all the noise at once is faster.
-    noise = -torch.empty(*rollout.policies.shape).exponential_().log().to(args.device)
-    for t, step_noise in enumerate(noise):
-        rollout.policies[t], rollout.values[t] = forward(obs[t])
-        actions[t] = (rollout.policies[t] + step_noise).argmax(-1).cpu().numpy()
+    for t, noise in enumerate(gumbel.to(args.device)):
+        valid[t] = ~(terminated[t - 1] | truncated[t - 1])  # for t = 0, row -1 is of the previous rollout
+        rollout.policies[t], rollout.values[t], actions[t] = act(forward, obs[t], noise)
         images, rewards[t], terminated[t], truncated[t], info = envs.step(actions[t])
-        obs[t + 1], rollout.infos[t] = torch.as_tensor(images), info
+        obs[t + 1] = torch.as_tensor(images)
         if "episode" in info:  # a whole game, while `terminated` is also true where a life is lost
             ended = info["_episode"]
             episodes += zip(info["episode"]["r"][ended], info["episode"]["l"][ended], strict=True)
-    _, rollout.values[-1] = forward(obs[-1])
-    valid[1:] = ~(terminated | truncated)[:-1]
+    _, rollout.values[-1], _ = act(forward, obs[-1], noise)
     return episodes
 
 
@@ -307,7 +331,7 @@ def compute_gradients(agent: Agent, minibatch: Batch, args: Args) -> dict[str, T
 
 
 @torch.no_grad()
-def distance_moved(agent: Agent, batch: Batch) -> float:
+def mean_kl(agent: Agent, batch: Batch) -> float:
     """KL divergence of the current policy from the one that acted, in nats; of a minibatch, to save time."""
     policy, _ = agent(batch.obs)
     return mean(kl_divergence(batch.old_policy, policy), batch.weights).item()
@@ -316,7 +340,7 @@ def distance_moved(agent: Agent, batch: Batch) -> float:
 def update(agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, args: Args, state: State) -> dict:
     """K epochs of gradient steps, by `compute_gradients`. Returns mean metrics; "kl" is of the last one."""
     valid = batch.weights > 0
-    errors, returns = (batch.returns - batch.old_values)[valid], batch.returns[valid]
+    errors, returns = batch.advantages[valid], batch.returns[valid]  # return - V_old(s), return
     metrics = {
         "charts/learning_rate": state.learning_rate,
         "explained_variance": 1 - (errors.var(correction=0) / returns.var(correction=0)).item(),
@@ -331,12 +355,12 @@ def update(agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, args:
             step_metrics = compute(*minibatch)
             optimizer.step()
             steps.append(torch.stack([*step_metrics.values()]))  # a copy: a CUDA graph overwrites them
-        if args.target_kl is not None and distance_moved(agent, minibatch) > args.target_kl:
+        if args.target_kl is not None and mean_kl(agent, minibatch) > args.target_kl:
             break
     metrics |= dict(zip(step_metrics, torch.stack(steps).mean(0).tolist(), strict=True))
     first = dict(zip(step_metrics, steps[0].tolist(), strict=True))
     metrics["first_approx_kl"] = first["approx_kl"]  # before the first step: 0, up to rounding
-    metrics["kl"] = distance_moved(agent, minibatch)
+    metrics["kl"] = mean_kl(agent, minibatch)
     return metrics
 
 
@@ -370,13 +394,17 @@ def recorded(function: Callable, *examples: Tensor) -> Callable:
 
 
 def train(args: Args) -> dict:
-    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is stopped, at most a minute is lost.
+    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is killed, a minute is lost at the most.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
     `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`.
     """
-    check_args(args)
+    check(args)
     torch.set_num_threads(args.num_threads)
+    state = State(args.learning_rate)
+    if args.resume:
+        _, saved = load_checkpoint(args.resume)
+        vars(state).update(saved["state"])
     if sys.platform == "linux":  # let the C library keep freed memory: a run on the CPU is 12% faster
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
@@ -384,23 +412,23 @@ def train(args: Args) -> dict:
     envs = make_envs(args, args.num_envs)
     if envs.metadata.get("autoreset_mode") is not AutoresetMode.NEXT_STEP:
         raise ValueError("the environments must reset in the next step: see Rollout")
-    env_seed = seed_everything(args.seed)
+    env_seed = seed_everything(args.seed, state.global_step) % 2**29  # the ALE wants less than 2**31
     num_actions = int(envs.single_action_space.n)
     agent = Agent(args, num_actions).to(args.device)
     optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)  # ε: [37], detail 3
-    state = State(args.learning_rate)
+    if args.resume:
+        agent.load_state_dict(saved["agent"])
+        optimizer.load_state_dict(saved["optimizer"])
+        torch.set_rng_state(saved["random"])
     rollout = Rollout(args, num_actions)
     example = [column[: len(column) // args.num_minibatches] for column in make_batch(rollout, args)]
     compute = recorded(lambda *columns: compute_gradients(agent, Batch(*columns), args), *example)
     with torch.no_grad():
         forward = recorded(agent, rollout.obs[0])
-    if args.resume:
-        restore(args.resume, agent, optimizer, state)
     run = Run(args, agent, optimizer, state)
 
-    env_seed = (env_seed + state.global_step) % 2**29  # the ALE wants less than 2**31
     rollout.obs[-1] = torch.as_tensor(envs.reset(seed=env_seed)[0])  # where the first rollout starts
-    while state.global_step < args.total_timesteps:
+    while state.global_step < args.total_timesteps and not STOP.is_set():
         remaining = 1 - state.global_step / args.total_timesteps
         state.learning_rate = args.learning_rate * (remaining if args.anneal_lr else 1)
         episodes = collect_rollout(envs, forward, rollout, args)
@@ -415,47 +443,92 @@ def train(args: Args) -> dict:
 # ========================== End of PPO. What follows is what training needs around it ======================
 
 
-def seed_everything(seed: int) -> int:
-    """Seed all random generators, and return a seed for the environments."""
+STOP = threading.Event()  # set by Ctrl-C and SIGTERM: training ends after the iteration
+
+
+def seed_everything(seed: int, step: int = 0) -> int:
+    """Seed all random generators for training from a step on. Returns a seed for the environments."""
+    if step > 0:  # a resumed run has new episodes
+        seed = hashed(seed, step)
     for function in (random.seed, np.random.seed, torch.manual_seed):
         function(seed)
     # A hash, because Gymnasium seeds environment i with this + i: seeds 1 and 2 would share most of them.
-    return int(np.random.SeedSequence(seed).generate_state(1)[0]) >> 1
+    return hashed(seed)
 
 
-def check_args(args: Args) -> None:
-    """Raise `ValueError` for invalid settings."""
+def hashed(*numbers: int) -> int:
+    """A seed below 2**31, which is all that some simulators take, from one or several numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1
+
+
+def check_bounds(args: Args) -> None:
+    """Raise `ValueError` where a setting is not within BOUNDS."""
+    for name, (low, high) in BOUNDS.items():
+        value, default = getattr(args, name), getattr(Args, name)
+        unused = value is None and default is None
+        if not unused and not low <= value <= high:
+            limits = f"from {low} to {high}" if high < math.inf else f"at least {low}"
+            raise ValueError(f"--{name.replace('_', '-')} must be {limits}, not {value}")
+
+
+def check_settings(args: Args) -> None:
+    """Raise `ValueError` for settings with which training cannot be right."""
+    check_bounds(args)
+    one_step = args.update_epochs * args.num_minibatches == 1
     size = args.num_envs * args.num_steps
-    sizes = size, args.num_minibatches, args.update_epochs, args.num_threads, args.eval_episodes
-    devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     for wrong, reason in [
-        (min(*sizes, args.total_timesteps) < 1 or args.seed < 0, "sizes must be positive, --seed at least 0"),
-        (size % max(args.num_minibatches, 1), f"--num-minibatches must divide the {size} steps of a rollout"),
-        (args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy"),
+        (size % args.num_minibatches > 0, f"--num-minibatches must divide the {size} steps of a rollout"),
+        (4 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 4} for this rollout"),
+        (not (args.norm_adv or one_step), "several gradient steps need --norm-adv"),
         (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
-        (not devices.get(args.device.split(":")[0]), f"--device {args.device} is not there; use cpu"),
-        (not find_spec("ale_py"), "Atari games need: pip install 'ale-py>=0.11.1'"),
+        (Path("runs").is_file(), "runs is a file, where a folder of that name is needed"),
     ]:
         if wrong:
             raise ValueError(reason)
+
+
+def check(args: Args) -> None:
+    """Raise `ValueError` for what cannot be trained or evaluated, before anything is written."""
+    if not args.evaluate:
+        check_settings(args)
+    if args.eval_episodes < 1 or args.num_threads < 1:
+        raise ValueError("--eval-episodes and --num-threads must be at least 1")
+    if args.capture_video and not find_spec("moviepy"):
+        raise ValueError("--capture-video needs: pip install moviepy")
+    if not find_spec("ale_py"):
+        raise ValueError("Atari games need: pip install 'ale-py>=0.11.1'")
     import ale_py  # noqa: F401 - registers the games
 
     if "game" not in gym.spec(args.env_id).kwargs:
         raise ValueError(f"{args.env_id} is not an Atari game: use ppo.py or ppo_continuous.py")
     try:
+        torch.empty(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {args.device} is not there; use cpu") from error
+    try:
+        for name in json.loads(args.env_kwargs):
+            if name not in GAME_SETTINGS:
+                raise ValueError(f"{name!r} is DeepMind's or unknown; it may set {', '.join(GAME_SETTINGS)}")
         envs = make_envs(args, 1)
     except (ValueError, TypeError) as error:
         raise ValueError(f"--env-kwargs {args.env_kwargs}: {error}") from error
     envs.close()
     if path := args.resume or args.evaluate:
-        weights = load_checkpoint(path)[1]["agent"]
+        _, content = load_checkpoint(path)
         try:
-            Agent(args, int(envs.single_action_space.n)).load_state_dict(weights)
+            Agent(args, int(envs.single_action_space.n)).load_state_dict(content["agent"])
         except RuntimeError as error:
-            raise ValueError(f"{path} is of another script, or not for {args.env_id}") from error
+            raise ValueError(f"{path} is of another script or size, or not for {args.env_id}") from error
 
 
 # ------------------------------------------------- Environments --------------------------------------------
+
+
+# What --env-kwargs may set. The rest is DeepMind's protocol, with which all published results were made.
+GAME_SETTINGS = (
+    "noop_max", "repeat_action_probability", "full_action_space", "max_num_frames_per_episode",
+    "use_fire_reset", "thread_affinity_offset",
+)  # fmt: skip
 
 
 def make_envs(args: Args, num_envs: int) -> VectorEnv:
@@ -520,13 +593,13 @@ class Run:
         self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)
         rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
-        # A copy of this file, so that `plot.py` tells runs of changed copies apart.
-        Path(folder, Path(__file__).name).write_bytes(Path(__file__).read_bytes())
-        self.returns: list[float] = []  # of the last 100 episodes
-        self.average = math.nan  # their mean
+        # Copies of this file, and of a program that imports it, so that `plot.py` tells changed ones apart.
+        for path in {Path(__file__), Path(sys.argv[0])}:
+            if path.suffix == ".py" and path.is_file():
+                Path(folder, path.name).write_bytes(path.read_bytes())
         self.warned = False
-        self.first_time, self.first_step, self.last_print = time.monotonic(), state.global_step, 0.0
-        self.save()
+        self.first_time, self.first_step = time.monotonic(), state.global_step
+        self.last_print = self.last_save = -math.inf
 
     def save(self) -> None:
         """Write a checkpoint. If the process is killed meanwhile, the previous one is still there."""
@@ -538,30 +611,31 @@ class Run:
         self.last_save = time.monotonic()
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
-        """Log an iteration, print progress, and save a checkpoint every minute."""
-        stuck = metrics["grad_norm"] == 0 and not self.last_print  # in the first iteration
-        if stuck or not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
-            raise FloatingPointError("the gradient is 0 or not finite: look at the loss and --learning-rate")
+        """Log an iteration, print progress, and save a checkpoint: after the first, then every minute."""
+        if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
+            raise FloatingPointError(
+                "the loss or its gradient is NaN or infinite: try a lower --learning-rate"
+            )
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
             print("KL > 0 before the first gradient step: acting and learning do not compute the same policy")
             self.warned = True
-        args, step, now = self.args, self.state.global_step, time.monotonic()
+        args, step, known, now = self.args, self.state.global_step, self.state.returns, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
         if episodes:
             returns, lengths = np.transpose(episodes)
-            self.returns = [*self.returns, *returns.tolist()][-100:]
+            known[:] = [*known, *returns.tolist()][-100:]
             scalars["charts/episodic_return"] = returns.mean()
             scalars["charts/episodic_return_std"] = returns.std()
             scalars["charts/episodic_return_min"] = returns.min()
             scalars["charts/episodic_return_max"] = returns.max()
-            scalars["charts/episodic_return_100"] = self.average = float(np.mean(self.returns))
+            scalars["charts/episodic_return_100"] = float(np.mean(known))
             scalars["charts/episodic_length"] = lengths.mean()
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
         if step >= args.total_timesteps or now - self.last_print > 5:
             self.last_print = now
-            shown = f"return {self.average:.5g}" if self.returns else "no episode has ended yet"
+            shown = f"return {np.mean(known):.5g}" if known else "no episode has ended yet"
             minutes = max(args.total_timesteps - step, 0) / speed / 60
             line = f"{step:>10,} steps  {shown}  KL {max(metrics['kl'], 0):.4f}"
             print(f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", flush=True)
@@ -569,12 +643,15 @@ class Run:
             self.save()
 
     def finish(self) -> dict:
-        """Save, evaluate, and close the log. Returns the results."""
-        self.save()
-        returns = evaluate(self.path, self.args)
-        self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
+        """Save, evaluate unless the run was stopped, and close the log. Returns the results."""
+        if self.state.global_step > self.first_step or not self.args.resume:
+            self.save()
+        average = float(np.mean(self.state.returns)) if self.state.returns else math.nan
+        returns = np.zeros(0) if STOP.is_set() else evaluate(self.path, self.args)
+        if len(returns):
+            self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
         self.writer.close()
-        return {"checkpoint": str(self.path), "training_return": self.average, "greedy_returns": returns}
+        return {"checkpoint": str(self.path), "training_return": average, "greedy_returns": returns}
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
@@ -587,15 +664,6 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
         raise ValueError(f"{path} is not a checkpoint of this script") from error
 
 
-def restore(path: str, agent: Agent, optimizer: Adam, state: State) -> None:
-    """Continue the training in which this checkpoint was saved."""
-    _, content = load_checkpoint(path)
-    agent.load_state_dict(content["agent"])
-    optimizer.load_state_dict(content["optimizer"])
-    torch.set_rng_state(content["random"])
-    vars(state).update(content["state"])
-
-
 def load_policy(path: str | Path, device: str = "cpu") -> Callable:
     """A trained policy, as a function from observations [..., 4, 84, 84] to the most likely actions [...]."""
     args, content = load_checkpoint(path, device)
@@ -604,46 +672,56 @@ def load_policy(path: str | Path, device: str = "cpu") -> Callable:
     agent.load_state_dict(content["agent"])
 
     @torch.inference_mode()
-    def act(obs: np.ndarray) -> np.ndarray:
-        policy, _ = agent(torch.as_tensor(obs, device=device).reshape(-1, 4, 84, 84))
-        return policy.argmax(-1).reshape(obs.shape[:-3]).cpu().numpy()
+    def policy(obs: np.ndarray) -> np.ndarray:
+        log_policy, _ = agent(torch.as_tensor(obs, device=device).reshape(-1, 4, 84, 84))
+        return log_policy.argmax(-1).reshape(obs.shape[:-3]).cpu().numpy()
 
-    return act
+    return policy
 
 
 def evaluate(path: str | Path, args: Args) -> np.ndarray:
     """Play --eval-episodes games at once with the most likely actions; print and return their returns."""
-    act, envs = load_policy(path, args.device), make_envs(args, args.eval_episodes)
+    policy, envs = load_policy(path, args.device), make_envs(args, args.eval_episodes)
     seed = seed_everything(args.seed) % 2**29 + 2**30  # games that training has not seen
     obs, _ = envs.reset(seed=seed)
     frames = []  # of the first game
     returns = np.full(args.eval_episodes, np.nan)
-    while np.isnan(returns).any():
+    while np.isnan(returns).any() and not STOP.is_set():
         if args.capture_video and np.isnan(returns[0]):
             frames.append(np.repeat(obs[0, -1, :, :, None], 3, -1))
-        obs, _, _, _, info = envs.step(act(obs))
+        obs, _, _, _, info = envs.step(policy(obs))
         if "episode" in info:
             first = info["_episode"] & np.isnan(returns)
             returns[first] = info["episode"]["r"][first]
     envs.close()
+    if STOP.is_set():
+        return np.zeros(0)
     if args.capture_video:
         from gymnasium.utils.save_video import save_video
 
-        save_video(frames, str(Path(path).parent / "videos"), fps=15)
-    print(f"evaluation return {returns.mean():.5g} ± {returns.std():.3g} with the most likely actions")
+        folder = str(Path(path).parent / "videos")
+        save_video(frames, folder, fps=15)
+        print(f"videos: {folder}")
+    steps = load_checkpoint(path)[1]["state"]["global_step"]
+    shown = f"{np.mean(returns):.5g} ± {np.std(returns):.3g} with the most likely actions"
+    print(f"evaluation return {shown}, after {steps:,} steps")
     return returns
 
 
 def parse_args() -> Args:
     """The settings of the command line; with --resume or --evaluate, the others are the checkpoint's."""
-    description = __doc__.partition("\n  [PPO]")[0]
-    args = tyro.cli(Args, description=description)
+    if {"True", "False"} & {*sys.argv}:
+        raise ValueError("write --track or --no-track, for example, without True or False")
+    parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [PPO]")[0])
+    args = parse()
     if path := args.resume or args.evaluate:
-        saved, _ = load_checkpoint(path)
+        saved, content = load_checkpoint(path)
         of_this_run = "resume", "evaluate", "track", "capture_video", "device", "num_threads"
-        default = replace(saved, **{name: getattr(Args, name) for name in of_this_run})
-        args = tyro.cli(Args, description=description, default=default)
-    check_args(args)
+        args = parse(default=replace(saved, **{name: getattr(Args, name) for name in of_this_run}))
+        steps = content["state"]["global_step"]
+        if args.resume and steps >= args.total_timesteps:
+            raise ValueError(f"{path} has been trained for {steps:,} steps: raise --total-timesteps")
+    check(args)
     return args
 
 
@@ -651,14 +729,23 @@ def print_commands(args: Args, path: str) -> None:
     """Say how to resume a run, to watch its agent, and to check it."""
     script = Path(sys.argv[0])
     module = f" --env-id {args.env_id}" if ":" in args.env_id else ""  # a checkpoint imports none by itself
-    print(f"resume: python {script} --resume {path}{module} --total-timesteps {2 * args.total_timesteps:.0f}")
+    finished = load_checkpoint(path)[1]["state"]["global_step"] >= args.total_timesteps
+    steps = f" --total-timesteps {2 * args.total_timesteps:.0f}" if finished else ""
+    print(f"resume: python {script} --resume {path}{module}{steps}")
     print(f"watch:  python {script} --evaluate {path}{module} --capture-video")
     if (coach := script.with_name("coach.py")).exists():  # not beside a copy
         print(f"check:  python {coach} check {Path(path).parent}")
 
 
+def stop(*_: Any) -> None:
+    """End training after this iteration, and save; a second Ctrl-C stops at once."""
+    os.write(2, b"stopping after this iteration; Ctrl-C again stops at once, without saving\n")
+    STOP.set()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def main() -> None:
-    """The command line. Invalid settings end with exit status 2."""
+    """The command line. Invalid settings end with exit status 2, and a run that was stopped with 130."""
     try:
         args = parse_args()
     except (ValueError, OSError, ImportError, gym.error.Error) as error:
@@ -666,8 +753,13 @@ def main() -> None:
         sys.exit(2)
     if args.evaluate:
         evaluate(args.evaluate, args)
-    else:
-        print_commands(args, train(args)["checkpoint"])
+        return
+    STOP.clear()
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    print_commands(args, train(args)["checkpoint"])
+    if STOP.is_set():
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -21,28 +21,30 @@ To use your own, register it and name it (`--env-id my_module:MyEnv-v0`), or cha
   [Study]   Andrychowicz et al. 2021, "What Matters In On-Policy Reinforcement Learning?", arXiv:2006.05990
   [37]      Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog
 
-PPO comes first, in the order of the paper, up to `train`. An iteration, and what each part returns:
+PPO comes first, in the order of the paper, up to `train`, which repeats:
 
-    train                      the results, after repeating:
-      adjust_coefficients      nothing: it sets the coefficients in the state
-      collect_rollout          the episodes that ended, after it has filled the rollout with T steps
-      normalize_rollout        nothing: it scales observations and rewards
-      make_batch               its transitions, with advantages (compute_gae) and returns
-      update                   metrics, after K epochs of gradient steps, each on a minibatch
-        compute_gradients      metrics of the minibatch; it leaves the gradients of its ppo_loss
+    adjust_coefficients    sets the learning rate and β of this iteration
+    collect_rollout        acts for T steps in N environments, and fills the rollout
+    normalize_rollout      normalises observations and rewards, and updates the running statistics
+    make_batch             estimates advantages (compute_gae), and flattens the rollout; again in each epoch
+    update                 takes K epochs of gradient steps on minibatches, each on the loss of ppo_loss
 
 Shapes: T steps per rollout, N environments, D numbers per observation, A per action, B transitions per batch.
 """
 
 import json
 import math
+import os
 import pickle
 import random
 import re
+import shutil
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
@@ -69,7 +71,7 @@ class Args:  # the trailing comments become --help
     capture_video: bool = False  # record the evaluation in the run folder (needs moviepy)
     track: bool = False  # mirror TensorBoard to Weights & Biases, to its WANDB_PROJECT (needs wandb)
     device: str = "cpu"  # cpu, cuda or mps; small networks are fastest on the CPU
-    compile: bool = False  # compile the gradient step: 1.6 times as fast, after some 25 s (PyTorch >= 2.13)
+    compile: bool = False  # compile the gradient step: faster after some 25 s (PyTorch >= 2.13)
 
     # Environment
     env_id: str = "HalfCheetah-v5"  # Gymnasium id; `module:EnvId-v0` imports the module first
@@ -103,8 +105,24 @@ class Args:  # the trailing comments become --help
     hidden_size: int = 64  # width of the two hidden layers of the actor, and of the critic
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():  # NumPy's numbers could not be loaded from a checkpoint
-            setattr(self, name, value.item() if isinstance(value, np.generic) else value)
+        for name, value in vars(self).items():
+            if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds numbers of Python only
+                setattr(self, name, value.item())
+        for name in ("resume", "evaluate"):  # the folder of a run will do
+            path = getattr(self, name)
+            if path and Path(path).is_dir():
+                setattr(self, name, str(Path(path, "checkpoint.pt")))
+
+
+# Limits of the settings, both included. With more than 30 epochs, or ε above 0.3, the policy moves too far
+# from the one that collected the data. To study what is refused, change this table in your program.
+BOUNDS = {
+    "seed": (0, 2**31), "eval_episodes": (1, math.inf), "num_envs": (1, math.inf), "num_steps": (2, math.inf),
+    "total_timesteps": (1, 1e15), "learning_rate": (0, 1), "gamma": (0, 1), "gae_lambda": (0, 1),
+    "update_epochs": (1, 30), "num_minibatches": (1, math.inf), "clip_coef": (1e-3, 0.3), "kl_coef": (0, 1e4),
+    "desired_kl": (1e-6, 10), "ent_coef": (0, 100), "vf_coef": (0, 100), "max_grad_norm": (1e-6, math.inf),
+    "init_log_std": (-10, 2), "min_log_std": (-100, 2), "hidden_size": (1, 2**16),
+}  # fmt: skip
 
 
 # ------------------------------------------------- Networks -------------------------------------------------
@@ -146,15 +164,21 @@ class Agent(nn.Module):
         self.log_std = nn.Parameter(torch.full((action_size,), args.init_log_std))  # the same in all states
         self.critic = mlp(obs_size, args.hidden_size, 1, last_gain=1.0)
         self.obs_moments, self.return_moments = RunningMoments(obs_size), RunningMoments(1)
+        self.norm_obs = args.norm_obs
         unit = (obs_space.low == 0) & (obs_space.high == 1)  # one-hot, for example: these stay as they are
-        self.norm_mask = nn.Buffer(torch.from_numpy(~unit), persistent=False) if args.norm_obs else None
+        self.unit_obs = nn.Buffer(torch.from_numpy(unit), persistent=False)
+
+    def normalizer(self) -> Callable[[Tensor], Tensor]:
+        """`normalize`, prepared for many calls: with the statistics as they are now."""
+        if not self.norm_obs:
+            return lambda obs: obs
+        mean = torch.where(self.unit_obs, 0, self.obs_moments.mean)
+        scale = torch.where(self.unit_obs, 1, torch.rsqrt(self.obs_moments.var + 1e-8))
+        return lambda obs: ((obs - mean) * scale).clamp(-10, 10)
 
     def normalize(self, obs: Tensor) -> Tensor:
         """Raw observations [..., D] as the networks see them: (x - mean) / std within ±10, or unchanged."""
-        if self.norm_mask is None:
-            return obs
-        scaled = (obs - self.obs_moments.mean) * torch.rsqrt(self.obs_moments.var + 1e-8)
-        return torch.where(self.norm_mask, scaled.clamp(-10, 10), obs)
+        return self.normalizer()(obs)
 
     def policy(self, obs: Tensor) -> Tensor:
         """π(·|s), as means and log standard deviations [..., 2A], for normalised observations [..., D]."""
@@ -221,6 +245,7 @@ class Batch(NamedTuple):
     old_values: Tensor  # [B], V_old(s)
     advantages: Tensor  # [B]
     returns: Tensor  # [B]
+    rewards: Tensor  # [B], scaled
 
 
 @dataclass
@@ -230,7 +255,8 @@ class State:
     learning_rate: float
     kl_coef: float
     global_step: int = 0  # transitions so far
-    kl: float = math.nan  # of the last iteration
+    kl: float | None = None  # of the last iteration; None before the first
+    returns: list[float] = field(default_factory=list)  # of the last 100 episodes
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tensor, dict[str, Tensor]]:
@@ -287,74 +313,79 @@ class Rollout:
         self.terminated = np.zeros(shape, bool)
         self.truncated = np.zeros(shape, bool)
         self.valid = np.zeros(shape, bool)
-        self.discounted_returns = np.zeros(shape, np.float32)  # for scale_rewards
-        # [T+1, N, D] and [T, N], by normalize_rollout
-        self.normalised_obs = self.scaled_rewards = torch.empty(0)
-        # What the environments reported in each step. Gymnasium joins it, with the type of the first value:
-        # if environment 0 reports 0, and not 0.0, then 0.5 of environment 1 becomes 0.
-        self.infos = [{}] * args.num_steps
+        self.discounted_returns = np.zeros(shape, np.float32)  # for normalize_rollout
+        self.episode_returns = np.zeros(args.num_envs)  # of the episodes under way; in float64
+        self.episode_lengths = np.zeros(args.num_envs, np.int64)
 
 
 @torch.inference_mode()
+def act(agent: Agent, obs: Tensor, noise: Tensor) -> tuple[Tensor, np.ndarray]:
+    """π(·|s) [N, 2A] and actions [N, A] drawn from it, for normalised observations [N, D].
+
+    They are μ + σ · noise, where the noise [N, A] has a standard normal distribution.
+    """
+    policy = agent.policy(obs)
+    means, log_stds = policy.chunk(2, -1)
+    return policy, (means + log_stds.exp() * noise).cpu().numpy()
+
+
 def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args) -> list[tuple[float, int]]:
     """Fill the rollout with the next T steps. Returns the return and length of each episode that ended."""
     obs, actions, rewards, valid = rollout.obs, rollout.actions, rollout.rewards, rollout.valid
     terminated, truncated = rollout.terminated, rollout.truncated
+    returns, lengths = rollout.episode_returns, rollout.episode_lengths
     episodes = []
+    normalize = agent.normalizer()
+    normal = torch.randn(actions.shape)  # all at once is faster
     obs[0] = obs[-1]
-    valid[0] = ~(terminated[-1] | truncated[-1])  # of the previous rollout
-    noise = torch.randn(actions.shape).to(args.device)  # all at once is faster
-    for t, step_noise in enumerate(noise):
-        policy = agent.policy(agent.normalize(torch.as_tensor(obs[t], device=args.device)))
-        rollout.policies[t] = policy
-        means, log_stds = policy.chunk(2, -1)
-        actions[t] = (means + log_stds.exp() * step_noise).cpu().numpy()
+    for t, noise in enumerate(normal.to(args.device)):
+        valid[t] = ~(terminated[t - 1] | truncated[t - 1])  # for t = 0, row -1 is of the previous rollout
+        seen = normalize(torch.as_tensor(obs[t], device=args.device))
+        rollout.policies[t], actions[t] = act(agent, seen, noise)
         env_actions = rescale(actions[t], envs.single_action_space)
-        obs[t + 1], rewards[t], terminated[t], truncated[t], info = envs.step(env_actions)
-        rollout.infos[t] = info
-        if "episode" in info:
-            ended = info["_episode"]
-            episodes += zip(info["episode"]["r"][ended], info["episode"]["l"][ended], strict=True)
-    valid[1:] = ~(terminated | truncated)[:-1]
+        obs[t + 1], step_rewards, terminated[t], truncated[t], info = envs.step(env_actions)
+        rewards[t] = step_rewards
+        returns += step_rewards
+        lengths += valid[t]
+        ended = terminated[t] | truncated[t]
+        if ended.any():
+            whole = ended & ~info.get("cut", np.zeros_like(ended))
+            episodes += zip(returns[whole].tolist(), lengths[whole].tolist(), strict=True)
+            returns[ended] = lengths[ended] = 0
     if not (np.isfinite(rewards).all() and np.isfinite(obs[1:][~terminated]).all()):
         raise FloatingPointError("a reward or an observation is NaN or infinite: look at the environment")
     return episodes
 
 
-def scale_rewards(agent: Agent, rollout: Rollout, args: Args) -> Tensor:
-    """Rewards [T, N] divided by the running std of the discounted return, then clipped to ±10.
+@torch.no_grad()
+def normalize_rollout(agent: Agent, rollout: Rollout, args: Args) -> tuple[Tensor, Tensor]:
+    """Normalised observations [T+1, N, D] and scaled rewards [T, N]. Updates the running statistics.
 
-    The discounted return is R_t = γ R_{t-1} + r_t, starting from 0 in each episode ([Matters], §3).
+    Rewards are divided by the running std of the discounted return R_t = γ R_{t-1} + r_t, which starts from 0
+    in each episode, and clipped to ±10 ([Matters], §3).
     """
-    returns = rollout.discounted_returns
-    for t in range(args.num_steps):  # for t = 0, returns[-1] is the last row of the previous rollout
-        returns[t] = (args.gamma * returns[t - 1] + rollout.rewards[t]) * rollout.valid[t]
-    agent.return_moments.update(torch.as_tensor(returns[rollout.valid], device=args.device).unsqueeze(-1))
-    rewards = torch.as_tensor(rollout.rewards, device=args.device)
-    return (rewards * torch.rsqrt(agent.return_moments.var + 1e-8)).clamp(-10, 10)
-
-
-@torch.no_grad()
-def normalize_rollout(agent: Agent, rollout: Rollout, args: Args) -> None:
-    """Normalise the observations and rewards of a rollout, and include them in the running statistics."""
     tensor = partial(torch.as_tensor, device=args.device)
-    raw_obs, valid = tensor(rollout.obs), tensor(rollout.valid)
-    rollout.normalised_obs = agent.normalize(raw_obs)
-    agent.obs_moments.update(raw_obs[:-1][valid])  # only now: acting and learning use the same ones
-    rewards = scale_rewards(agent, rollout, args) if args.norm_rewards else tensor(rollout.rewards)
-    rollout.scaled_rewards = rewards
+    raw_obs, rewards, valid = tensor(rollout.obs), tensor(rollout.rewards), tensor(rollout.valid)
+    obs = agent.normalize(raw_obs)
+    agent.obs_moments.update(raw_obs[:-1][valid])  # only now: acting and learning use the same statistics
+    if args.norm_rewards:
+        returns = rollout.discounted_returns
+        for t in range(args.num_steps):  # for t = 0, row -1 is of the previous rollout
+            returns[t] = (args.gamma * returns[t - 1] + rollout.rewards[t]) * rollout.valid[t]
+        agent.return_moments.update(tensor(returns[rollout.valid]).unsqueeze(-1))
+        rewards = (rewards * torch.rsqrt(agent.return_moments.var + 1e-8)).clamp(-10, 10)
+    return obs, rewards
 
 
 @torch.no_grad()
-def make_batch(agent: Agent, rollout: Rollout, args: Args) -> Batch:
-    """Estimate the advantages of a normalised rollout, and flatten it to a batch without filler rows."""
+def make_batch(agent: Agent, rollout: Rollout, obs: Tensor, rewards: Tensor, args: Args) -> Batch:
+    """The transitions of a rollout, without filler rows, from its normalised observations and rewards."""
     tensor = partial(torch.as_tensor, device=args.device)
     actions, valid = tensor(rollout.actions), tensor(rollout.valid)
     terminated, truncated = tensor(rollout.terminated), tensor(rollout.truncated)
-    obs, rewards = rollout.normalised_obs, rollout.scaled_rewards
     values = agent.value(obs)
     advantages, returns = compute_gae(rewards, values, terminated, truncated, args.gamma, args.gae_lambda)
-    columns = obs[:-1], actions, rollout.policies, values[:-1], advantages, returns
+    columns = obs[:-1], actions, rollout.policies, values[:-1], advantages, returns, rewards
     return Batch(*(column[valid] for column in columns))
 
 
@@ -367,21 +398,27 @@ def compute_gradients(agent: Agent, minibatch: Batch, args: Args, state: State) 
 
 
 def update(
-    agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, rollout: Rollout, args: Args, state: State
+    agent: Agent, optimizer: Adam, compute: Callable, new_batch: Callable, args: Args, state: State
 ) -> dict[str, float]:
-    """K epochs of gradient steps on shuffled minibatches, by `compute_gradients`. Returns mean metrics."""
-    errors = batch.returns - batch.old_values
+    """K epochs of gradient steps on shuffled minibatches, by `compute_gradients`. Returns mean metrics.
+
+    `new_batch` makes the batch, with the values and advantages of the critic as it is when called.
+    """
+    batch = new_batch()
+    errors = batch.advantages  # return - V_old(s)
     metrics = {
         "charts/learning_rate": state.learning_rate,
         "charts/kl_coef": state.kl_coef,
         "explained_variance": 1 - (errors.var(correction=0) / batch.returns.var(correction=0)).item(),
         "critic_error": (errors.square().mean() / batch.returns.square().mean()).sqrt().item(),
     }
+    if args.norm_rewards:  # where many are clipped, large rewards look the same
+        metrics["reward_clipfrac"] = (batch.rewards.abs() >= 10).float().mean().item()
     optimizer.param_groups[0]["lr"] = state.learning_rate
     steps = []  # metrics of each, still as tensors: reading them would wait for the GPU
     for epoch in range(args.update_epochs):
         if args.recompute_advantages and epoch > 0:
-            batch = make_batch(agent, rollout, args)
+            batch = new_batch()
         order = torch.randperm(len(batch.obs)).to(args.device)
         for rows in order.tensor_split(args.num_minibatches):
             minibatch = Batch(*(column[rows] for column in batch))
@@ -392,69 +429,74 @@ def update(
     for name in steps[0]:
         metrics[name] = torch.stack([each[name] for each in steps]).mean().item()
     metrics["first_approx_kl"] = steps[0]["approx_kl"].item()  # before the first step: 0, up to rounding
-    metrics["kl"] = kl_divergence(batch.old_policy, agent.policy(batch.obs)).mean().item()
-    metrics["std"] = agent.policy(batch.obs).chunk(2, -1)[1].exp().mean().item()
+    with torch.no_grad():
+        policy = agent.policy(batch.obs)
+        metrics["kl"] = kl_divergence(batch.old_policy, policy).mean().item()
+        metrics["std"] = policy.chunk(2, -1)[1].exp().mean().item()
     return metrics
 
 
 def adjust_coefficients(state: State, args: Args) -> None:
-    """Set the coefficients of an iteration, by their schedules and the metrics of the last one, if any."""
+    """Set the coefficients of an iteration: by their schedules, or adapted to the last iteration."""
     remaining = max(0, 1 - state.global_step / args.total_timesteps)
     scheduled_lr = args.learning_rate * (remaining if args.anneal_lr else 1)
     if args.adapt != "learning-rate":
         state.learning_rate = scheduled_lr
     if args.adapt != "kl-coef":
         state.kl_coef = args.kl_coef
-    rate = 1.5 if args.adapt == "learning-rate" else 2.0  # of Rudin et al. 2022, and of [PPO], §4
-    caution = 1.0  # above 1, the next update becomes smaller
-    if state.kl > 1.5 * args.desired_kl:
-        caution = rate
-    elif state.kl < args.desired_kl / 1.5:
-        caution = 1 / rate
-    if args.adapt == "kl-coef":
-        state.kl_coef = min(max(state.kl_coef * caution, 1e-4), 1e4)
-    elif args.adapt == "learning-rate" and not math.isnan(state.kl):  # not in the first iteration
-        state.learning_rate = min(max(state.learning_rate / caution, 1e-5), scheduled_lr)
+    if state.kl is None:
+        return
+
+    too_far, too_short = state.kl > 1.5 * args.desired_kl, state.kl < args.desired_kl / 1.5
+    if args.adapt == "kl-coef" and (too_far or too_short):  # [PPO], §4
+        state.kl_coef = min(max(state.kl_coef * (2 if too_far else 0.5), 1e-4), 1e4)
+    if args.adapt == "learning-rate":  # Rudin et al. 2022, arXiv:2109.11978
+        factor = 1 / 1.5 if too_far else 1.5 if too_short else 1
+        state.learning_rate = min(max(state.learning_rate * factor, 1e-5), scheduled_lr)
 
 
 def train(args: Args) -> dict:
-    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is stopped, at most a minute is lost.
+    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is killed, a minute is lost at the most.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
     `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`.
     """
-    check_args(args)
+    check(args)
     torch.set_num_threads(1)  # for small networks, one is fastest
-    envs = make_envs(args)
+    state = State(args.learning_rate, args.kl_coef)
+    if args.resume:
+        _, saved = load_checkpoint(args.resume)
+        vars(state).update(saved["state"])
+    envs = make_envs(args, seed_everything(args.seed, state.global_step))
     if envs.metadata.get("autoreset_mode") is not AutoresetMode.NEXT_STEP:
         raise ValueError("the environments must reset in the next step: see Rollout")
-    env_seed = seed_everything(args.seed)
+    env_seed = seed_everything(args.seed, state.global_step)  # again: environments may have drawn numbers
     obs_space, action_size = envs.single_observation_space, envs.single_action_space.shape[0]
     agent = Agent(args, obs_space, action_size).to(args.device)
     # ε: [37], detail 3. β2 = 0.99, not 0.999: step sizes adapt sooner if gradients suddenly grow, as when an
     # episode fails after many that did not (Dohare et al. 2023, "Overcoming Policy Collapse in Deep RL").
     optimizer = Adam(agent.parameters(), args.learning_rate, (0.9, 0.99), eps=1e-5, fused=True)
-    state = State(args.learning_rate, args.kl_coef)
-    rollout = Rollout(args, obs_space.shape[0], action_size)
-    compute = compiled(compute_gradients) if args.compile else compute_gradients
     if args.resume:
-        restore(args.resume, agent, optimizer, state)
+        agent.load_state_dict(saved["agent"])
+        optimizer.load_state_dict(saved["optimizer"])
+        torch.set_rng_state(saved["random"])
+    compute = compiled(compute_gradients) if args.compile else compute_gradients
+    rollout = Rollout(args, obs_space.shape[0], action_size)
     run = Run(args, agent, optimizer, state)
 
-    # Where the first rollout starts. Some simulators take seeds below 2**31 only.
-    rollout.obs[-1], _ = envs.reset(seed=(env_seed + state.global_step) % 2**31)
+    rollout.obs[-1], _ = envs.reset(seed=env_seed)  # where the first rollout starts
     if state.global_step == 0 and args.norm_obs:
         # The first rollout only sets the normalisers: learning never sees raw observations.
         collect_rollout(envs, agent, rollout, args)
         normalize_rollout(agent, rollout, args)
         state.global_step += int(rollout.valid.sum())
-    while state.global_step < args.total_timesteps:
+    while state.global_step < args.total_timesteps and not STOP.is_set():
         adjust_coefficients(state, args)
         episodes = collect_rollout(envs, agent, rollout, args)
-        normalize_rollout(agent, rollout, args)
-        batch = make_batch(agent, rollout, args)
-        metrics = update(agent, optimizer, compute, batch, rollout, args, state)
-        state.global_step += len(batch.obs)
+        obs, rewards = normalize_rollout(agent, rollout, args)
+        new_batch = partial(make_batch, agent, rollout, obs, rewards, args)
+        metrics = update(agent, optimizer, compute, new_batch, args, state)
+        state.global_step += int(rollout.valid.sum())
         state.kl = metrics["kl"]
         run.log(metrics, episodes)
     envs.close()
@@ -464,38 +506,84 @@ def train(args: Args) -> dict:
 # ========================== End of PPO. What follows is what training needs around it ======================
 
 
-def compiled(function: Callable) -> Callable:
-    """A function, compiled with the backward pass in it."""
-    torch._dynamo.config.trace_autograd_ops = True  # lets `backward` be part of the graph
-    # Batches differ in size, by their filler rows. With fullgraph, what cannot be compiled is an error.
-    return torch.compile(function, dynamic=True, fullgraph=True)
+STOP = threading.Event()  # set by Ctrl-C and SIGTERM: training ends after the iteration
 
 
-def seed_everything(seed: int) -> int:
-    """Seed all random generators, and return a seed for the environments."""
+def seed_everything(seed: int, step: int = 0) -> int:
+    """Seed all random generators for training from a step on. Returns a seed for the environments."""
+    if step > 0:  # a resumed run has new episodes
+        seed = hashed(seed, step)
     for function in (random.seed, np.random.seed, torch.manual_seed):
         function(seed)
     # A hash, because Gymnasium seeds environment i with this + i: seeds 1 and 2 would share most of them.
-    return int(np.random.SeedSequence(seed).generate_state(1)[0]) >> 1
+    return hashed(seed)
 
 
-def check_args(args: Args) -> None:
-    """Raise `ValueError` for invalid settings."""
+def hashed(*numbers: int) -> int:
+    """A seed below 2**31, which is all that some simulators take, from one or several numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1
+
+
+def compiled(function: Callable) -> Callable:
+    """`compute_gradients`, compiled with the backward pass in it."""
+    torch._dynamo.config.trace_autograd_ops = True  # lets `backward` be part of the graph
+    # Batches differ in size, by their filler rows. With fullgraph, what cannot be compiled is an error.
+    fast = torch.compile(function, dynamic=True, fullgraph=True)
+
+    def compute(agent: Agent, minibatch: Batch, args: Args, state: State) -> dict[str, Tensor]:
+        # Each new value of a number would be compiled anew: coefficients become tensors.
+        return fast(agent, minibatch, args, replace(state, kl_coef=torch.tensor(state.kl_coef)))
+
+    return compute
+
+
+def check_bounds(args: Args) -> None:
+    """Raise `ValueError` where a setting is not within BOUNDS."""
+    for name, (low, high) in BOUNDS.items():
+        value, default = getattr(args, name), getattr(Args, name)
+        unused = value is None and default is None
+        if not unused and not low <= value <= high:
+            limits = f"from {low} to {high}" if high < math.inf else f"at least {low}"
+            raise ValueError(f"--{name.replace('_', '-')} must be {limits}, not {value}")
+
+
+def check_settings(args: Args) -> None:
+    """Raise `ValueError` for settings with which training cannot be right."""
+    check_bounds(args)
+    one_step = args.update_epochs * args.num_minibatches == 1
+    rollouts = 2 if args.norm_obs else 1
     size = args.num_envs * args.num_steps
-    sizes = size, args.num_minibatches, args.update_epochs, args.hidden_size, args.eval_episodes
-    devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    normalised = args.norm_adv or args.norm_rewards
+    largest = args.num_envs * (args.num_steps // 2) // 2  # so that each minibatch has two transitions or more
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     for wrong, reason in [
-        (min(*sizes, args.total_timesteps) < 1 or args.seed < 0, "sizes must be positive, --seed at least 0"),
-        (4 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 4} for this rollout"),
-        (size * (1 + args.norm_obs) > args.total_timesteps, "--total-timesteps must be two rollouts or more"),
+        (args.num_minibatches > largest, f"--num-minibatches must be at most {largest} for this rollout"),
+        (rollouts * size > args.total_timesteps, f"--total-timesteps must be at least {rollouts * size}"),
+        (not (normalised or one_step), "several gradient steps need --norm-rewards or --norm-adv"),
         (args.adapt == "kl-coef" and args.surrogate == "clip", "kl-coef needs --surrogate kl-penalty"),
+        (args.kl_coef != Args.kl_coef and args.surrogate == "clip", "--kl-coef needs --surrogate kl-penalty"),
+        (args.desired_kl != Args.desired_kl and args.adapt == "none", "--desired-kl needs --adapt"),
         (args.compile and torch.__version__ < "2.13", "--compile needs PyTorch 2.13"),
-        (args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy"),
+        (args.compile and not shutil.which(compiler), f"--compile needs the C++ compiler {compiler}"),
         (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
-        (not devices.get(args.device.split(":")[0]), f"--device {args.device} is not there; use cpu"),
+        (Path("runs").is_file(), "runs is a file, where a folder of that name is needed"),
     ]:
         if wrong:
             raise ValueError(reason)
+
+
+def check(args: Args) -> None:
+    """Raise `ValueError` for what cannot be trained or evaluated, before anything is written."""
+    if not args.evaluate:
+        check_settings(args)
+    if args.eval_episodes < 1:
+        raise ValueError("--eval-episodes must be at least 1")
+    if args.capture_video and not find_spec("moviepy"):
+        raise ValueError("--capture-video needs: pip install moviepy")
+    try:
+        torch.empty(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {args.device} is not there; use cpu") from error
     try:
         env = make_env(args, **({"render_mode": "rgb_array"} if args.capture_video else {}))
     except (ValueError, TypeError) as error:
@@ -504,11 +592,13 @@ def check_args(args: Args) -> None:
     actions = env.action_space
     if not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1:
         raise ValueError(f"{args.env_id} has {actions}: see ppo.py (Discrete) or docs/recipes.md")
+    obs_space = flat_space(env)
     if path := args.resume or args.evaluate:
+        _, content = load_checkpoint(path)
         try:
-            load_policy(path, env)
+            Agent(args, obs_space, actions.shape[0]).load_state_dict(content["agent"])
         except RuntimeError as error:
-            raise ValueError(f"{path} is of another script, or not for {args.env_id}") from error
+            raise ValueError(f"{path} is of another script or size, or not for {args.env_id}") from error
 
 
 # ------------------------------------------------- Environments --------------------------------------------
@@ -519,26 +609,58 @@ def make_env(args: Args, **kwargs) -> gym.Env:
     return gym.make(args.env_id, **json.loads(args.env_kwargs) | kwargs)
 
 
+def flat_space(env: gym.Env) -> gym.spaces.Box:
+    """The space of an environment's observations as vectors. Raises `ValueError` if they cannot be that."""
+    try:
+        space = gym.spaces.flatten_space(env.observation_space)
+    except NotImplementedError:
+        space = None
+    if not isinstance(space, gym.spaces.Box):
+        raise ValueError(f"{env.observation_space} does not flatten to a vector: see docs/recipes.md")
+    return space
+
+
+class DropInfo(gym.Wrapper):
+    """Drops the info, which nothing here reads: to join it takes time, and fails where types differ."""
+
+    def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
+        return self.env.reset(**kwargs)[0], {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        obs, reward, terminated, truncated, _ = self.env.step(action)
+        return obs, to_float(reward), terminated, truncated, {}
+
+
+def to_float(reward: Any) -> float:
+    """A reward as a number of Python: it may be an array or a tensor with one element."""
+    return float(reward.item() if hasattr(reward, "item") else reward)
+
+
 class CutOnce(gym.Wrapper):
     """Cuts one early episode at this step, so that time limits do not coincide. Its return is not logged."""
 
     def __init__(self, env: gym.Env, step: int):
-        super().__init__(gym.wrappers.RecordEpisodeStatistics(env))
+        super().__init__(env)
         self.steps_left = step
 
     def step(self, action: np.ndarray) -> tuple:
         obs, reward, terminated, truncated, info = self.env.step(action)
         self.steps_left -= 1
-        return obs, reward, terminated, truncated or self.steps_left == 0, info
+        if self.steps_left == 0 and not (terminated or truncated):
+            return obs, reward, False, True, {"cut": True}
+        return obs, reward, terminated, truncated, info
 
 
-def make_envs(args: Args) -> VectorEnv:
+def make_envs(args: Args, seed: int) -> VectorEnv:
     """N environments, in this process or in one each. Observations are flat, dicts in alphabetical order."""
-    seed = seed_everything(args.seed)
+    main_process = os.getpid()
 
     def make(index: int) -> gym.Env:
-        seed_everything(seed + index)  # a process needs its own random numbers
-        env = gym.wrappers.FlattenObservation(make_env(args))
+        seed_everything(seed + index)  # for environments that draw from the generators of Python or NumPy
+        if os.getpid() != main_process:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        env = DropInfo(gym.wrappers.FlattenObservation(make_env(args)))
         limit = env.spec.max_episode_steps if env.spec else None
         return CutOnce(env, index * limit // args.num_envs if limit else 0)
 
@@ -577,13 +699,13 @@ class Run:
         self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)
         rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
-        # A copy of this file, so that `plot.py` tells runs of changed copies apart.
-        Path(folder, Path(__file__).name).write_bytes(Path(__file__).read_bytes())
-        self.returns: list[float] = []  # of the last 100 episodes
-        self.average = math.nan  # their mean
+        # Copies of this file, and of a program that imports it, so that `plot.py` tells changed ones apart.
+        for path in {Path(__file__), Path(sys.argv[0])}:
+            if path.suffix == ".py" and path.is_file():
+                Path(folder, path.name).write_bytes(path.read_bytes())
         self.warned = False
-        self.first_time, self.first_step, self.last_print = time.monotonic(), state.global_step, 0.0
-        self.save()
+        self.first_time, self.first_step = time.monotonic(), state.global_step
+        self.last_print = self.last_save = -math.inf
 
     def save(self) -> None:
         """Write a checkpoint. If the process is killed meanwhile, the previous one is still there."""
@@ -595,30 +717,31 @@ class Run:
         self.last_save = time.monotonic()
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
-        """Log an iteration, print progress, and save a checkpoint every minute."""
-        stuck = metrics["grad_norm"] == 0 and not self.last_print  # in the first iteration
-        if stuck or not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
-            raise FloatingPointError("the gradient is 0 or not finite: look at the loss and --learning-rate")
+        """Log an iteration, print progress, and save a checkpoint: after the first, then every minute."""
+        if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
+            raise FloatingPointError(
+                "the loss or its gradient is NaN or infinite: try a lower --learning-rate"
+            )
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
             print("KL > 0 before the first gradient step: acting and learning do not compute the same policy")
             self.warned = True
-        args, step, now = self.args, self.state.global_step, time.monotonic()
+        args, step, known, now = self.args, self.state.global_step, self.state.returns, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
         if episodes:
             returns, lengths = np.transpose(episodes)
-            self.returns = [*self.returns, *returns.tolist()][-100:]
+            known[:] = [*known, *returns.tolist()][-100:]
             scalars["charts/episodic_return"] = returns.mean()
             scalars["charts/episodic_return_std"] = returns.std()
             scalars["charts/episodic_return_min"] = returns.min()
             scalars["charts/episodic_return_max"] = returns.max()
-            scalars["charts/episodic_return_100"] = self.average = float(np.mean(self.returns))
+            scalars["charts/episodic_return_100"] = float(np.mean(known))
             scalars["charts/episodic_length"] = lengths.mean()
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
         if step >= args.total_timesteps or now - self.last_print > 5:
             self.last_print = now
-            shown = f"return {self.average:.5g}" if self.returns else "no episode has ended yet"
+            shown = f"return {np.mean(known):.5g}" if known else "no episode has ended yet"
             minutes = max(args.total_timesteps - step, 0) / speed / 60
             line = f"{step:>10,} steps  {shown}  KL {max(metrics['kl'], 0):.4f}"
             print(f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", flush=True)
@@ -626,12 +749,15 @@ class Run:
             self.save()
 
     def finish(self) -> dict:
-        """Save, evaluate, and close the log. Returns the results."""
-        self.save()
-        returns = evaluate(self.path, self.args)
-        self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
+        """Save, evaluate unless the run was stopped, and close the log. Returns the results."""
+        if self.state.global_step > self.first_step or not self.args.resume:
+            self.save()
+        average = float(np.mean(self.state.returns)) if self.state.returns else math.nan
+        returns = np.zeros(0) if STOP.is_set() else evaluate(self.path, self.args)
+        if len(returns):
+            self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
         self.writer.close()
-        return {"checkpoint": str(self.path), "training_return": self.average, "greedy_returns": returns}
+        return {"checkpoint": str(self.path), "training_return": average, "greedy_returns": returns}
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
@@ -644,15 +770,6 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
         raise ValueError(f"{path} is not a checkpoint of this script") from error
 
 
-def restore(path: str, agent: Agent, optimizer: Adam, state: State) -> None:
-    """Continue the training in which this checkpoint was saved."""
-    _, content = load_checkpoint(path)
-    agent.load_state_dict(content["agent"])
-    optimizer.load_state_dict(content["optimizer"])
-    torch.set_rng_state(content["random"])
-    vars(state).update(content["state"])
-
-
 def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable:
     """A trained policy, as a function from the environment's observations to the most likely actions.
 
@@ -662,52 +779,66 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
     space, action_size = env.observation_space, env.action_space.shape[0]
     agent = Agent(args, gym.spaces.flatten_space(space), action_size).to(device).eval()
     agent.load_state_dict(content["agent"])
+    normalize = agent.normalizer()
 
     @torch.inference_mode()
-    def act(obs: Any) -> np.ndarray:
+    def policy(obs: Any) -> np.ndarray:
         batch = isinstance(space, gym.spaces.Box) and np.ndim(obs) > len(space.shape)
         flat = np.reshape(obs, (len(obs), -1)) if batch else gym.spaces.flatten(space, obs)
         flat = torch.as_tensor(flat, dtype=torch.float32, device=device)
-        means, _ = agent.policy(agent.normalize(flat)).chunk(2, -1)
+        means, _ = agent.policy(normalize(flat)).chunk(2, -1)
         return rescale(means.cpu().numpy(), env.action_space)
 
-    return act
+    return policy
 
 
 def evaluate(path: str | Path, args: Args) -> np.ndarray:
     """Play --eval-episodes episodes with the most likely actions; print and return their returns."""
+    seed = (seed_everything(args.seed) + 2**30) % 2**31  # episodes that training has not seen
+    seed_everything(seed)
     env = make_env(args, **({"render_mode": "rgb_array"} if args.capture_video else {}))
     if args.capture_video:
-        env = gym.wrappers.RecordVideo(env, str(Path(path).parent / "videos"), lambda episode: True)
-    act = load_policy(path, env, args.device)
-    seed = (seed_everything(args.seed) + 2**30) % 2**31  # episodes that training has not seen
-    returns = np.zeros(args.eval_episodes)
-    for episode in range(args.eval_episodes):
-        obs, _ = env.reset(seed=seed + episode)
+        folder = str(Path(path).parent / "videos")
+        env = gym.wrappers.RecordVideo(env, folder, lambda episode: True)
+        print(f"videos: {folder}")
+    policy = load_policy(path, env, args.device)
+    returns: list[float] = []
+    while len(returns) < args.eval_episodes and not STOP.is_set():
+        obs, _ = env.reset(seed=seed + len(returns))
+        total = 0.0
         for _ in range(10_000):  # some environments never end
-            obs, reward, terminated, truncated, _ = env.step(act(obs))
-            returns[episode] += reward
+            obs, reward, terminated, truncated, _ = env.step(policy(obs))
+            total += to_float(reward)
             if terminated or truncated:
                 break
         else:
-            print(f"episode {episode + 1} was stopped after 10,000 steps")
+            print(f"episode {len(returns) + 1} was stopped after 10,000 steps")
+        returns.append(total)
     env.close()
-    print(f"evaluation return {returns.mean():.5g} ± {returns.std():.3g} with the most likely actions")
-    return returns
+    if STOP.is_set():
+        return np.zeros(0)
+    steps = load_checkpoint(path)[1]["state"]["global_step"]
+    shown = f"{np.mean(returns):.5g} ± {np.std(returns):.3g} with the most likely actions"
+    print(f"evaluation return {shown}, after {steps:,} steps")
+    return np.array(returns)
 
 
 def parse_args() -> Args:
     """The settings of the command line; with --resume or --evaluate, the others are the checkpoint's."""
-    description = __doc__.partition("\n  [PPO]")[0]
-    args = tyro.cli(Args, description=description)
+    if {"True", "False"} & {*sys.argv}:
+        raise ValueError("write --track or --no-track, for example, without True or False")
+    parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [PPO]")[0])
+    args = parse()
     if path := args.resume or args.evaluate:
-        saved, _ = load_checkpoint(path)
+        saved, content = load_checkpoint(path)
         if ":" in saved.env_id and args.env_id != saved.env_id:
             raise ValueError(f"{path} imports a module; if you trust it, add --env-id {saved.env_id}")
         of_this_run = "resume", "evaluate", "track", "capture_video", "device"
-        default = replace(saved, **{name: getattr(Args, name) for name in of_this_run})
-        args = tyro.cli(Args, description=description, default=default)
-    check_args(args)
+        args = parse(default=replace(saved, **{name: getattr(Args, name) for name in of_this_run}))
+        steps = content["state"]["global_step"]
+        if args.resume and steps >= args.total_timesteps:
+            raise ValueError(f"{path} has been trained for {steps:,} steps: raise --total-timesteps")
+    check(args)
     return args
 
 
@@ -715,14 +846,23 @@ def print_commands(args: Args, path: str) -> None:
     """Say how to resume a run, to watch its agent, and to check it."""
     script = Path(sys.argv[0])
     module = f" --env-id {args.env_id}" if ":" in args.env_id else ""  # a checkpoint imports none by itself
-    print(f"resume: python {script} --resume {path}{module} --total-timesteps {2 * args.total_timesteps:.0f}")
+    finished = load_checkpoint(path)[1]["state"]["global_step"] >= args.total_timesteps
+    steps = f" --total-timesteps {2 * args.total_timesteps:.0f}" if finished else ""
+    print(f"resume: python {script} --resume {path}{module}{steps}")
     print(f"watch:  python {script} --evaluate {path}{module} --capture-video")
     if (coach := script.with_name("coach.py")).exists():  # not beside a copy
         print(f"check:  python {coach} check {Path(path).parent}")
 
 
+def stop(*_: Any) -> None:
+    """End training after this iteration, and save; a second Ctrl-C stops at once."""
+    os.write(2, b"stopping after this iteration; Ctrl-C again stops at once, without saving\n")
+    STOP.set()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def main() -> None:
-    """The command line. Invalid settings end with exit status 2."""
+    """The command line. Invalid settings end with exit status 2, and a run that was stopped with 130."""
     sys.path.append(".")  # where the `module:` of --env-id is looked for, too
     try:
         args = parse_args()
@@ -731,8 +871,13 @@ def main() -> None:
         sys.exit(2)
     if args.evaluate:
         evaluate(args.evaluate, args)
-    else:
-        print_commands(args, train(args)["checkpoint"])
+        return
+    STOP.clear()
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    print_commands(args, train(args)["checkpoint"])
+    if STOP.is_set():
+        sys.exit(130)
 
 
 if __name__ == "__main__":

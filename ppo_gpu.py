@@ -21,12 +21,12 @@ environments of its own, and all train the same networks.
   [Matters] Engstrom et al. 2020, "Implementation Matters in Deep Policy Gradients", arXiv:2005.12729
   [37]      Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog
 
-PPO comes first, in the order of the paper, up to `train`. An iteration, and what each part returns:
+PPO comes first, in the order of the paper, up to `train`, which repeats:
 
-    train                the results, after repeating:
-      collect_rollout    the rollout of the next T steps
-      make_batch         its transitions, with advantages (compute_gae) and returns
-      update             metrics, after K epochs of gradient steps
+    collect_rollout        acts for T steps in N environments
+    normalize_rollout      normalises observations and rewards, and updates the running statistics
+    make_batch             estimates advantages (compute_gae), and flattens the rollout
+    update                 takes K epochs of gradient steps on minibatches, each on the loss of ppo_loss
 
 Shapes: T steps per rollout, N environments, D numbers per observation, A per action, B = T N transitions.
 """
@@ -35,7 +35,9 @@ import math
 import os
 import pickle
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -87,9 +89,23 @@ class Args:  # the trailing comments become --help
     hidden_size: int = 64  # width of the two hidden layers of the actor, and of the critic
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():  # NumPy's numbers could not be loaded from a checkpoint
-            setattr(self, name, value.item() if isinstance(value, np.generic) else value)
+        for name, value in vars(self).items():
+            if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds numbers of Python only
+                setattr(self, name, value.item())
+        for name in ("resume", "evaluate"):  # the folder of a run will do
+            path = getattr(self, name)
+            if path and Path(path).is_dir():
+                setattr(self, name, str(Path(path, "checkpoint.pt")))
 
+
+# Limits of the settings, both included. With more than 30 epochs, or ε above 0.3, the policy moves too far
+# from the one that collected the data. To study what is refused, change this table in your program.
+BOUNDS = {
+    "seed": (0, 2**31), "num_envs": (1, math.inf), "num_steps": (1, math.inf), "total_timesteps": (1, 1e15),
+    "learning_rate": (0, 1), "gamma": (0, 1), "gae_lambda": (0, 1), "update_epochs": (1, 30),
+    "num_minibatches": (1, math.inf), "clip_coef": (1e-3, 0.3), "ent_coef": (0, 100), "vf_coef": (0, 100),
+    "max_grad_norm": (1e-6, math.inf), "init_log_std": (-10, 2), "hidden_size": (1, 2**16),
+}  # fmt: skip
 
 # Defaults for all other environments. γ and the learning rate are those of Playground for its control suite.
 OTHERS = Args(num_envs=2048, num_steps=32, total_timesteps=30_000_000, gamma=0.995, update_epochs=8,
@@ -209,6 +225,7 @@ class State:
     """What changes during training besides the networks."""
 
     global_step: int = 0  # transitions so far
+    returns: list[float] = field(default_factory=list)  # of the last 100 episodes
     episodes: dict[str, Tensor] = field(default_factory=dict)  # the unfinished ones, if they can be saved
 
 
@@ -276,18 +293,27 @@ def collect_rollout(envs: Any, choose: Callable, obs: Tensor, sums: Tensor, args
 
 
 @torch.no_grad()
-def make_batch(agent: Agent, rollout: Rollout, args: Args) -> Batch:
-    """Scale the rewards of a rollout, estimate the advantages, and flatten it to a batch.
+def normalize_rollout(agent: Agent, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalised observations and last observations [T, N, D], and scaled rewards [T, N].
 
-    Rewards are divided by the running std of the discounted return, then clipped to ±10 ([Matters], §3).
+    Updates the running statistics. Rewards are divided by the running std of the discounted return, and
+    clipped to ±10 ([Matters], §3).
     """
     agent.return_moments.update(rollout.sums[:, 0].reshape(-1, 1))
     rewards = (rollout.rewards * torch.rsqrt(agent.return_moments.var + 1e-8)).clamp(-10, 10)
-    obs = agent.normalize(rollout.obs)
-    values, next_values = agent.value(obs), agent.value(agent.normalize(rollout.last_obs))
+    obs, last_obs = agent.normalize(rollout.obs), agent.normalize(rollout.last_obs)
+    agent.obs_moments.update(rollout.obs.flatten(0, 1))  # only now: acting and learning use the same
+    return obs, last_obs, rewards
+
+
+@torch.no_grad()
+def make_batch(
+    agent: Agent, rollout: Rollout, obs: Tensor, last_obs: Tensor, rewards: Tensor, args: Args
+) -> Batch:
+    """The transitions of a rollout, with advantages, from what `normalize_rollout` returns."""
+    values, next_values = agent.value(obs), agent.value(last_obs)
     ends = rollout.terminated, rollout.truncated
     advantages, returns = compute_gae(rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
-    agent.obs_moments.update(rollout.obs.flatten(0, 1))  # only now: acting and learning use the same
     columns = obs, rollout.actions, rollout.log_probs, advantages, returns
     return Batch(*(column.flatten(0, 1) for column in columns))
 
@@ -306,6 +332,7 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, orders: Tensor, args: Ar
             optimizer.step()
             steps.append(metrics)
     means = {name: torch.stack([each[name] for each in steps]).mean() for name in metrics}
+    means["first_approx_kl"] = steps[0]["approx_kl"]  # before the first step: 0, up to rounding
     means["explained_variance"] = 1 - batch.advantages.var() / batch.returns.var()
     return {name: average(value) for name, value in means.items()}
 
@@ -345,7 +372,7 @@ def train(args: Args, envs: Any = None) -> dict:
     `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`. Under
     torchrun, the first process logs, saves and evaluates.
     """
-    check_args(args)
+    check(args)
     envs = make_envs(args) if envs is None else envs
     torch.set_float32_matmul_precision("high")  # matrix products in TF32, on GPUs that have it
     torch.manual_seed(args.seed)  # all processes start with the same weights
@@ -373,10 +400,15 @@ def train(args: Args, envs: Any = None) -> dict:
         collect = graph(partial(collect_rollout, envs, choose, obs, sums, args))
     else:
         collect = partial(collect_rollout, envs, graph(choose), obs, sums, args)
-    prepare = graph(lambda *rollout: make_batch(agent, Rollout(*rollout), args))
+
+    def prepared(*columns: Tensor) -> Batch:
+        rollout = Rollout(*columns)
+        return make_batch(agent, rollout, *normalize_rollout(agent, rollout), args)
+
+    prepare = graph(prepared)
     learn = graph(lambda orders, *batch: update(agent, optimizer, Batch(*batch), orders, args))
     run = Run(args, agent, optimizer, state) if RANK == 0 else None
-    while state.global_step < args.total_timesteps:
+    while state.global_step < args.total_timesteps and not stopped(args):
         learning_rate.fill_(args.learning_rate * (1 - state.global_step / args.total_timesteps))
         rollout = collect()
         batch = prepare(*rollout)
@@ -402,11 +434,39 @@ def average(x: Tensor) -> Tensor:
     return x
 
 
-def check_args(args: Args) -> None:
-    """Raise `ValueError` for invalid settings."""
+STOP = threading.Event()  # set by Ctrl-C and SIGTERM: training ends after the iteration
+
+
+def stopped(args: Args) -> bool:
+    """Whether training is to end: all processes end after the same iteration."""
+    if PROCESSES == 1:
+        return STOP.is_set()
+    return average(torch.full((), float(STOP.is_set()), device=args.device)).item() > 0
+
+
+def check_bounds(args: Args) -> None:
+    """Raise `ValueError` where a setting is not within BOUNDS."""
+    for name, (low, high) in BOUNDS.items():
+        value, default = getattr(args, name), getattr(Args, name)
+        unused = value is None and default is None
+        if not unused and not low <= value <= high:
+            limits = f"from {low} to {high}" if high < math.inf else f"at least {low}"
+            raise ValueError(f"--{name.replace('_', '-')} must be {limits}, not {value}")
+
+
+def check(args: Args) -> None:
+    """Raise `ValueError` for settings that cannot be right."""
+    if args.evaluate:
+        return
+    check_bounds(args)
     size = args.num_envs * args.num_steps
-    if 4 * args.num_minibatches > size:
-        raise ValueError(f"--num-minibatches must be at most {size // 4} for this rollout")
+    for wrong, reason in [
+        (4 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 4} for this rollout"),
+        (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
+        (Path("runs").is_file(), "runs is a file, where a folder of that name is needed"),
+    ]:
+        if wrong:
+            raise ValueError(reason)
 
 
 # ------------------------------------------------- Environments --------------------------------------------
@@ -578,12 +638,13 @@ class Run:
         self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)
         rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
-        # A copy of this file, so that `plot.py` tells runs of changed copies apart.
-        Path(folder, Path(__file__).name).write_bytes(Path(__file__).read_bytes())
-        self.returns: list[float] = []  # of the last 100 episodes
-        self.average = math.nan  # their mean
-        self.first_time, self.first_step, self.last_print = time.monotonic(), state.global_step, 0.0
-        self.save()
+        # Copies of this file, and of a program that imports it, so that `plot.py` tells changed ones apart.
+        for path in {Path(__file__), Path(sys.argv[0])}:
+            if path.suffix == ".py" and path.is_file():
+                Path(folder, path.name).write_bytes(path.read_bytes())
+        self.warned = False
+        self.first_time, self.first_step = time.monotonic(), state.global_step
+        self.last_print = self.last_save = -math.inf
 
     def save(self) -> None:
         """Write a checkpoint. If the process is killed meanwhile, the previous one is still there."""
@@ -595,21 +656,24 @@ class Run:
         self.last_save = time.monotonic()
 
     def log(self, metrics: dict[str, float], rollout: Rollout) -> None:
-        """Log an iteration, print progress, and save a checkpoint every minute."""
+        """Log an iteration, print progress, and save a checkpoint: after the first, then every minute."""
         if not math.isfinite(metrics["approx_kl"] + metrics["grad_norm"]):
             raise FloatingPointError("not finite: look for NaN in the environment, or lower --learning-rate")
-        args, step, now = self.args, self.state.global_step, time.monotonic()
+        if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
+            print("KL > 0 before the first gradient step: acting and learning do not compute the same policy")
+            self.warned = True
+        args, step, known, now = self.args, self.state.global_step, self.state.returns, time.monotonic()
         scalars = {f"losses/{name}": value for name, value in metrics.items()}
         _, returns, lengths = rollout.sums.unbind(1)
         ended = (rollout.terminated | rollout.truncated) & ~returns.isnan()  # of whole episodes
         if ended.any():
             finished = returns[ended].tolist()
-            self.returns = [*self.returns, *finished][-100:]
+            known[:] = [*known, *finished][-100:]
             scalars["charts/episodic_return"] = np.mean(finished)
             scalars["charts/episodic_return_std"] = np.std(finished)
             scalars["charts/episodic_return_min"] = np.min(finished)
             scalars["charts/episodic_return_max"] = np.max(finished)
-            scalars["charts/episodic_return_100"] = self.average = float(np.mean(self.returns))
+            scalars["charts/episodic_return_100"] = float(np.mean(known))
             scalars["charts/episodic_length"] = lengths[ended].mean().item()
         scalars["charts/learning_rate"] = self.optimizer.param_groups[0]["lr"].item()
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
@@ -617,7 +681,7 @@ class Run:
             self.writer.add_scalar(tag, value, step)
         if step >= args.total_timesteps or now - self.last_print > 5:
             self.last_print = now
-            shown = f"return {self.average:.5g}" if self.returns else "no episode has ended yet"
+            shown = f"return {np.mean(known):.5g}" if known else "no episode has ended yet"
             minutes = max(args.total_timesteps - step, 0) / speed / 60
             line = f"{step:>10,} steps  {shown}  KL {metrics['approx_kl']:.4f}"
             print(f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", flush=True)
@@ -625,12 +689,16 @@ class Run:
             self.save()
 
     def finish(self, envs: Any) -> dict:
-        """Save, evaluate, and close the log. Returns the results."""
-        self.save()
-        returns = evaluate(self.path, self.args, envs)
-        self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
+        """Save, evaluate unless the run was stopped, and close the log. Returns the results."""
+        if self.state.global_step > self.first_step or not self.args.resume:
+            self.save()
+        average = float(np.mean(self.state.returns)) if self.state.returns else math.nan
+        finished = self.state.global_step >= self.args.total_timesteps
+        returns = evaluate(self.path, self.args, envs) if finished else np.zeros(0)
+        if finished:
+            self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
         self.writer.close()
-        return {"checkpoint": str(self.path), "training_return": self.average, "greedy_returns": returns}
+        return {"checkpoint": str(self.path), "training_return": average, "greedy_returns": returns}
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
@@ -664,16 +732,16 @@ def load_policy(path: str | Path, device: str = "cpu") -> Callable:
     agent.load_state_dict(content["agent"])
 
     @torch.inference_mode()
-    def act(obs: Tensor) -> Tensor:
+    def policy(obs: Tensor) -> Tensor:
         means, _ = agent.policy(agent.normalize(obs)).chunk(2, -1)
         return means.contiguous()  # JAX takes no views
 
-    return act
+    return policy
 
 
 def evaluate(path: str | Path, args: Args, envs: Any) -> np.ndarray:
     """Play an episode in each environment with the most likely actions; print and return their returns."""
-    act = load_policy(path, args.device)
+    policy = load_policy(path, args.device)
     torch.manual_seed(args.seed + 2**30)  # episodes that training has not seen
     obs = envs.reset()
     returns = torch.zeros(args.num_envs, device=args.device)
@@ -681,7 +749,7 @@ def evaluate(path: str | Path, args: Args, envs: Any) -> np.ndarray:
     for _ in range(envs.max_steps):
         if args.capture_video and running[0]:
             snapshots.append(envs.snapshot())
-        obs, rewards, terminated, truncated, _ = envs.step(act(obs))
+        obs, rewards, terminated, truncated, _ = envs.step(policy(obs))
         returns += torch.where(running, rewards, 0)
         running &= ~(terminated | truncated)
     if args.capture_video:
@@ -689,24 +757,31 @@ def evaluate(path: str | Path, args: Args, envs: Any) -> np.ndarray:
 
         video = str(Path(path).with_name("video.mp4"))
         ImageSequenceClip(envs.render(snapshots), fps=30).write_videofile(video, logger=None)
-    print(f"evaluation return {returns.mean():.5g} ± {returns.std():.3g} with the most likely actions")
+        print(f"video: {video}")
+    steps = load_checkpoint(path)[1]["state"]["global_step"]
+    shown = f"{returns.mean():.5g} ± {returns.std():.3g} with the most likely actions"
+    print(f"evaluation return {shown}, after {steps:,} steps")
     return returns.cpu().numpy()
 
 
 def parse_args() -> Args:
     """The settings of the command line; with --resume or --evaluate, the others are the checkpoint's."""
-    description = __doc__.partition("\n  [PPO]")[0]
-    args = tyro.cli(Args, description=description)
+    if {"True", "False"} & {*sys.argv}:
+        raise ValueError("write --track or --no-track, for example, without True or False")
+    parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [PPO]")[0])
+    args = parse()
     if path := args.resume or args.evaluate:
-        saved, _ = load_checkpoint(path)
+        saved, content = load_checkpoint(path)
         if ":" in saved.env_id and args.env_id != saved.env_id:
             raise ValueError(f"{path} imports a module; if you trust it, add --env-id {saved.env_id}")
         of_this_run = "resume", "evaluate", "track", "capture_video", "device"
-        default = replace(saved, **{name: getattr(Args, name) for name in of_this_run})
-        args = tyro.cli(Args, description=description, default=default)
+        args = parse(default=replace(saved, **{name: getattr(Args, name) for name in of_this_run}))
+        steps = content["state"]["global_step"]
+        if args.resume and steps >= args.total_timesteps:
+            raise ValueError(f"{path} has been trained for {steps:,} steps: raise --total-timesteps")
     elif args.env_id != Args.env_id:
-        args = tyro.cli(Args, description=description, default=OTHERS)
-    check_args(args)
+        args = parse(default=OTHERS)
+    check(args)
     return args
 
 
@@ -715,14 +790,23 @@ def print_commands(args: Args, path: str, can_render: bool) -> None:
     script = Path(sys.argv[0])
     module = f" --env-id {args.env_id}" if ":" in args.env_id else ""  # a checkpoint imports none by itself
     video = " --capture-video" if can_render else ""
-    print(f"resume: python {script} --resume {path}{module} --total-timesteps {2 * args.total_timesteps:.0f}")
+    finished = load_checkpoint(path)[1]["state"]["global_step"] >= args.total_timesteps
+    steps = f" --total-timesteps {2 * args.total_timesteps:.0f}" if finished else ""
+    print(f"resume: python {script} --resume {path}{module}{steps}")
     print(f"watch:  python {script} --evaluate {path}{module}{video}")
     if (coach := script.with_name("coach.py")).exists():  # not beside a copy
         print(f"check:  python {coach} check {Path(path).parent}")
 
 
+def stop(*_: Any) -> None:
+    """End training after this iteration, and save; a second Ctrl-C stops at once."""
+    os.write(2, b"stopping after this iteration; Ctrl-C again stops at once, without saving\n")
+    STOP.set()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def main() -> None:
-    """The command line. Invalid settings end with exit status 2."""
+    """The command line. Invalid settings end with exit status 2, and a run that was stopped with 130."""
     sys.path.append(".")  # where the `module:` of --env-id is looked for, too
     try:
         args = parse_args()
@@ -732,10 +816,15 @@ def main() -> None:
         sys.exit(2)
     if args.evaluate:
         evaluate(args.evaluate, args, envs)
-    else:
-        results = train(args, envs)
-        if results:  # of the first process
-            print_commands(args, results["checkpoint"], hasattr(envs, "render"))
+        return
+    STOP.clear()
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    results = train(args, envs)
+    if results:  # of the first process
+        print_commands(args, results["checkpoint"], hasattr(envs, "render"))
+    if STOP.is_set():
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,12 @@ where one observation does not say enough: a recurrent network remembers the ear
   [Matters] Engstrom et al. 2020, "Implementation Matters in Deep Policy Gradients", arXiv:2005.12729
   [37]      Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog
 
-PPO comes first, in the order of the paper, up to `train`. An iteration, and what each part returns:
+PPO comes first, in the order of the paper, up to `train`, which repeats:
 
-    train                    the results, after repeating:
-      collect_rollout        the episodes that ended, after it has filled the rollout with T steps
-      make_batch             the rollout, with advantages (compute_gae) and returns
-      update                 metrics, after K epochs of gradient steps, each on a minibatch
-        ppo_loss             the loss of the minibatch, and metrics
+    collect_rollout        acts for T steps in N environments, and fills the rollout
+    normalize_rollout      normalises observations and rewards, and updates the running statistics
+    make_batch             estimates advantages (compute_gae), and joins the rollout to a batch
+    update                 takes K epochs of gradient steps on minibatches, each on the loss of ppo_loss
 
 Shapes: T steps per rollout, N environments, D numbers per observation, A actions, H numbers in a layer. An
 environment's memory is M vectors of H numbers: 2 for an LSTM (its output and its cell), 1 for a GRU.
@@ -34,13 +33,16 @@ environment's memory is M vectors of H numbers: 2 for an LSTM (its output and it
 
 import json
 import math
+import os
 import pickle
 import random
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
@@ -94,8 +96,23 @@ class Args:  # the trailing comments become --help
     hidden_size: int = 128  # H: width of the encoder, and numbers in each vector of the memory
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():  # NumPy's numbers could not be loaded from a checkpoint
-            setattr(self, name, value.item() if isinstance(value, np.generic) else value)
+        for name, value in vars(self).items():
+            if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds numbers of Python only
+                setattr(self, name, value.item())
+        for name in ("resume", "evaluate"):  # the folder of a run will do
+            path = getattr(self, name)
+            if path and Path(path).is_dir():
+                setattr(self, name, str(Path(path, "checkpoint.pt")))
+
+
+# Limits of the settings, both included. With more than 30 epochs, or ε above 0.3, the policy moves too far
+# from the one that collected the data. To study what is refused, change this table in your program.
+BOUNDS = {
+    "seed": (0, 2**31), "eval_episodes": (1, math.inf), "num_envs": (1, math.inf), "num_steps": (2, math.inf),
+    "total_timesteps": (1, 1e15), "learning_rate": (0, 1), "gamma": (0, 1), "gae_lambda": (0, 1),
+    "update_epochs": (1, 30), "num_minibatches": (1, math.inf), "clip_coef": (1e-3, 0.3),
+    "ent_coef": (0, 100), "vf_coef": (0, 100), "max_grad_norm": (1e-6, math.inf), "hidden_size": (1, 2**16),
+}  # fmt: skip
 
 
 # ------------------------------------------------- Networks -------------------------------------------------
@@ -155,15 +172,21 @@ class Agent(nn.Module):
         self.actor = initialize(nn.Linear(size, num_actions), gain=0.01)  # near-uniform at first
         self.critic = initialize(nn.Linear(size, 1), gain=1.0)
         self.obs_moments, self.return_moments = RunningMoments(obs_size), RunningMoments(1)
+        self.norm_obs = args.norm_obs
         unit = (obs_space.low == 0) & (obs_space.high == 1)  # one-hot, for example: these stay as they are
-        self.norm_mask = nn.Buffer(torch.from_numpy(~unit), persistent=False) if args.norm_obs else None
+        self.unit_obs = nn.Buffer(torch.from_numpy(unit), persistent=False)
+
+    def normalizer(self) -> Callable[[Tensor], Tensor]:
+        """`normalize`, prepared for many calls: with the statistics as they are now."""
+        if not self.norm_obs:
+            return lambda obs: obs
+        mean = torch.where(self.unit_obs, 0, self.obs_moments.mean)
+        scale = torch.where(self.unit_obs, 1, torch.rsqrt(self.obs_moments.var + 1e-8))
+        return lambda obs: ((obs - mean) * scale).clamp(-10, 10)
 
     def normalize(self, obs: Tensor) -> Tensor:
         """Raw observations [..., D] as the networks see them: (x - mean) / std within ±10, or unchanged."""
-        if self.norm_mask is None:
-            return obs
-        scaled = (obs - self.obs_moments.mean) * torch.rsqrt(self.obs_moments.var + 1e-8)
-        return torch.where(self.norm_mask, scaled.clamp(-10, 10), obs)
+        return self.normalizer()(obs)
 
     def remember(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """What the recurrent network makes of x [T, N, H], and its memory [M, N, H] after the last row."""
@@ -251,6 +274,7 @@ class Batch(NamedTuple):
     old_values: Tensor  # [T, N], V_old(h)
     advantages: Tensor  # [T, N]
     returns: Tensor  # [T, N]
+    rewards: Tensor  # [T, N], scaled
     weights: Tensor  # [T, N], 1 for a transition, 0 for a filler row
 
 
@@ -260,6 +284,7 @@ class State:
 
     learning_rate: float
     global_step: int = 0  # transitions so far
+    returns: list[float] = field(default_factory=list)  # of the last 100 episodes
 
 
 def mean(x: Tensor, weights: Tensor) -> Tensor:
@@ -328,71 +353,89 @@ class Rollout:
         self.terminated = np.zeros(shape, bool)
         self.truncated = np.zeros(shape, bool)
         self.valid = np.zeros(shape, bool)
-        self.discounted_returns = np.zeros(shape, np.float32)  # for scale_rewards
-        # What the environments reported in each step. Gymnasium joins it, with the type of the first value:
-        # if environment 0 reports 0, and not 0.0, then 0.5 of environment 1 becomes 0.
-        self.infos = [{}] * args.num_steps
+        self.discounted_returns = np.zeros(shape, np.float32)  # for normalize_rollout
+        self.episode_returns = np.zeros(args.num_envs)  # of the episodes under way; in float64
+        self.episode_lengths = np.zeros(args.num_envs, np.int64)
 
 
 @torch.inference_mode()
+def act(
+    agent: Agent, obs: Tensor, starts: Tensor, memory: Tensor, noise: Tensor
+) -> tuple[Tensor, Tensor, Tensor, np.ndarray]:
+    """π(·|h) [N, A], V(h) [N], the next memory [M, N, H], and actions [N] drawn from π.
+
+    For normalised observations [N, D], `starts` [N], and the memory before them, as in `Agent.step`.
+    argmax(log π + noise) is a sample from π if the noise [N, A] has a Gumbel distribution.
+    """
+    policy, values, memory = agent.step(obs, starts, memory)
+    return policy, values, memory, (policy + noise).argmax(-1).cpu().numpy()
+
+
 def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args) -> list[tuple[float, int]]:
     """Fill the rollout with the next T steps. Returns the return and length of each episode that ended."""
     tensor = partial(torch.as_tensor, device=args.device)
     obs, starts, memory, values = rollout.obs, rollout.starts, rollout.memory, rollout.values
     actions, rewards, valid = rollout.actions, rollout.rewards, rollout.valid
     terminated, truncated = rollout.terminated, rollout.truncated
+    returns, lengths = rollout.episode_returns, rollout.episode_lengths
     episodes = []
+    normalize = agent.normalizer()
+    gumbel = -torch.empty(rollout.policies.shape).exponential_().log()  # all at once is faster
     obs[0], memory[0] = obs[-1], memory[-1]
-    # argmax(log π + noise) is a sample from π (the Gumbel-max trick); all the noise at once is faster.
-    noise = -torch.empty(*rollout.policies.shape).exponential_().log().to(args.device)
-    for t, step_noise in enumerate(noise):
-        starts[t] = ~valid[t - 1]  # for t = 0, row -1 is the last of the previous rollout
+    for t, noise in enumerate(gumbel.to(args.device)):
+        starts[t] = ~valid[t - 1]  # for t = 0, row -1 is of the previous rollout
         valid[t] = ~(terminated[t - 1] | truncated[t - 1])
-        seen = agent.normalize(tensor(obs[t]))
-        rollout.policies[t], values[t], memory[t + 1] = agent.step(seen, tensor(starts[t]), memory[t])
-        actions[t] = (rollout.policies[t] + step_noise).argmax(-1).cpu().numpy()
-        obs[t + 1], rewards[t], terminated[t], truncated[t], info = envs.step(actions[t])
-        rollout.infos[t] = info
-        if "episode" in info:
-            ended = info["_episode"]
-            episodes += zip(info["episode"]["r"][ended], info["episode"]["l"][ended], strict=True)
+        seen = normalize(tensor(obs[t])), tensor(starts[t]), memory[t]
+        rollout.policies[t], values[t], memory[t + 1], actions[t] = act(agent, *seen, noise)
+        obs[t + 1], step_rewards, terminated[t], truncated[t], _ = envs.step(actions[t])
+        rewards[t] = step_rewards
+        returns += step_rewards
+        lengths += valid[t]
+        ended = terminated[t] | truncated[t]
+        if ended.any():
+            episodes += zip(returns[ended].tolist(), lengths[ended].tolist(), strict=True)
+            returns[ended] = lengths[ended] = 0
     starts[-1] = ~valid[-1]
-    _, values[-1], _ = agent.step(agent.normalize(tensor(obs[-1])), tensor(starts[-1]), memory[-1])
+    seen = normalize(tensor(obs[-1])), tensor(starts[-1]), memory[-1]
+    _, values[-1], _, _ = act(agent, *seen, noise)
     if not (np.isfinite(rewards).all() and np.isfinite(obs).all()):
         raise FloatingPointError("a reward or an observation is NaN or infinite: look at the environment")
     return episodes
 
 
-def scale_rewards(agent: Agent, rollout: Rollout, args: Args) -> Tensor:
-    """Rewards [T, N] divided by the running std of the discounted return, then clipped to ±10.
+@torch.no_grad()
+def normalize_rollout(agent: Agent, rollout: Rollout, args: Args) -> tuple[Tensor, Tensor]:
+    """Normalised observations [T+1, N, D] and scaled rewards [T, N]. Updates the running statistics.
 
-    The discounted return is R_t = γ R_{t-1} + r_t, starting from 0 in each episode ([Matters], §3).
+    Rewards are divided by the running std of the discounted return R_t = γ R_{t-1} + r_t, which starts from 0
+    in each episode, and clipped to ±10 ([Matters], §3).
     """
-    returns = rollout.discounted_returns
-    for t in range(args.num_steps):  # for t = 0, returns[-1] is the last row of the previous rollout
-        returns[t] = (args.gamma * returns[t - 1] + rollout.rewards[t]) * rollout.valid[t]
-    agent.return_moments.update(torch.as_tensor(returns[rollout.valid], device=args.device).unsqueeze(-1))
-    rewards = torch.as_tensor(rollout.rewards, device=args.device)
-    return (rewards * torch.rsqrt(agent.return_moments.var + 1e-8)).clamp(-10, 10)
+    tensor = partial(torch.as_tensor, device=args.device)
+    raw_obs, rewards, valid = tensor(rollout.obs), tensor(rollout.rewards), tensor(rollout.valid)
+    obs = agent.normalize(raw_obs)
+    agent.obs_moments.update(raw_obs[:-1][valid])  # only now: acting and learning use the same statistics
+    if args.norm_rewards:
+        returns = rollout.discounted_returns
+        for t in range(args.num_steps):  # for t = 0, row -1 is of the previous rollout
+            returns[t] = (args.gamma * returns[t - 1] + rollout.rewards[t]) * rollout.valid[t]
+        agent.return_moments.update(tensor(returns[rollout.valid]).unsqueeze(-1))
+        rewards = (rewards * torch.rsqrt(agent.return_moments.var + 1e-8)).clamp(-10, 10)
+    return obs, rewards
 
 
 @torch.no_grad()
-def make_batch(agent: Agent, rollout: Rollout, args: Args) -> Batch:
-    """Estimate the advantages of a rollout, and join it to a batch, where filler rows weigh 0."""
+def make_batch(rollout: Rollout, obs: Tensor, rewards: Tensor, args: Args) -> Batch:
+    """A rollout to learn from, where filler rows weigh 0, from its normalised observations and rewards."""
     tensor = partial(torch.as_tensor, device=args.device)
-    raw_obs, valid = tensor(rollout.obs[:-1]), tensor(rollout.valid)
     terminated, truncated = tensor(rollout.terminated), tensor(rollout.truncated)
-    rewards = scale_rewards(agent, rollout, args) if args.norm_rewards else tensor(rollout.rewards)
     values, starts, actions = rollout.values, tensor(rollout.starts[:-1]), tensor(rollout.actions)
     advantages, returns = compute_gae(rewards, values, terminated, truncated, args.gamma, args.gae_lambda)
-    obs = agent.normalize(raw_obs)
-    agent.obs_moments.update(raw_obs[valid])  # only now: acting and learning use the same statistics
     old = rollout.memory[0], actions, rollout.policies, values[:-1]
-    return Batch(obs, starts, *old, advantages, returns, valid.float())
+    return Batch(obs[:-1], starts, *old, advantages, returns, rewards, tensor(rollout.valid).float())
 
 
 @torch.no_grad()
-def distance_moved(agent: Agent, batch: Batch) -> float:
+def mean_kl(agent: Agent, batch: Batch) -> float:
     """KL divergence of the current policy from the one that acted, in nats."""
     policy, _ = agent(batch.obs, batch.starts, batch.memory)
     return mean(kl_divergence(batch.old_policy, policy), batch.weights).item()
@@ -401,12 +444,14 @@ def distance_moved(agent: Agent, batch: Batch) -> float:
 def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, state: State) -> dict[str, float]:
     """K epochs of gradient steps on minibatches of whole environments. Returns mean metrics."""
     valid = batch.weights > 0
-    errors, returns = (batch.returns - batch.old_values)[valid], batch.returns[valid]
+    errors, returns = batch.advantages[valid], batch.returns[valid]  # return - V_old(h), return
     metrics = {
         "charts/learning_rate": state.learning_rate,
         "explained_variance": 1 - (errors.var(correction=0) / returns.var(correction=0)).item(),
         "critic_error": (errors.square().mean() / returns.square().mean()).sqrt().item(),
     }
+    if args.norm_rewards:  # where many are clipped, large rewards look the same
+        metrics["reward_clipfrac"] = (batch.rewards[valid].abs() >= 10).float().mean().item()
     optimizer.param_groups[0]["lr"] = state.learning_rate
     steps = []  # metrics of each, still as tensors: reading them would wait for the GPU
     for _ in range(args.update_epochs):
@@ -422,38 +467,43 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, state: State
     for name in steps[0]:
         metrics[name] = torch.stack([each[name] for each in steps]).mean().item()
     metrics["first_approx_kl"] = steps[0]["approx_kl"].item()  # before the first step: 0, up to rounding
-    metrics["kl"] = distance_moved(agent, batch)
+    metrics["kl"] = mean_kl(agent, batch)
     return metrics
 
 
 def train(args: Args) -> dict:
-    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is stopped, at most a minute is lost.
+    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is killed, a minute is lost at the most.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
     `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`.
     """
-    check_args(args)
+    check(args)
     torch.set_num_threads(1)  # for small networks, one is fastest
-    envs = make_envs(args)
+    state = State(args.learning_rate)
+    if args.resume:
+        _, saved = load_checkpoint(args.resume)
+        vars(state).update(saved["state"])
+    envs = make_envs(args, seed_everything(args.seed, state.global_step))
     if envs.metadata.get("autoreset_mode") is not AutoresetMode.NEXT_STEP:
         raise ValueError("the environments must reset in the next step: see Rollout")
-    env_seed = seed_everything(args.seed)
+    env_seed = seed_everything(args.seed, state.global_step)  # again: environments may have drawn numbers
     obs_space, num_actions = envs.single_observation_space, int(envs.single_action_space.n)
     agent = Agent(args, obs_space, num_actions).to(args.device)
     optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)  # ε: [37], detail 3
-    state = State(args.learning_rate)
-    rollout = Rollout(args, obs_space.shape[0], num_actions)
     if args.resume:
-        restore(args.resume, agent, optimizer, state)
+        agent.load_state_dict(saved["agent"])
+        optimizer.load_state_dict(saved["optimizer"])
+        torch.set_rng_state(saved["random"])
+    rollout = Rollout(args, obs_space.shape[0], num_actions)
     run = Run(args, agent, optimizer, state)
 
-    # Where the first rollout starts. Some simulators take seeds below 2**31 only.
-    rollout.obs[-1], _ = envs.reset(seed=(env_seed + state.global_step) % 2**31)
-    while state.global_step < args.total_timesteps:
+    rollout.obs[-1], _ = envs.reset(seed=env_seed)  # where the first rollout starts
+    while state.global_step < args.total_timesteps and not STOP.is_set():
         remaining = 1 - state.global_step / args.total_timesteps
         state.learning_rate = args.learning_rate * (remaining if args.anneal_lr else 1)
         episodes = collect_rollout(envs, agent, rollout, args)
-        batch = make_batch(agent, rollout, args)
+        obs, rewards = normalize_rollout(agent, rollout, args)
+        batch = make_batch(rollout, obs, rewards, args)
         metrics = update(agent, optimizer, batch, args, state)
         state.global_step += int(batch.weights.sum())
         run.log(metrics, episodes)
@@ -464,29 +514,62 @@ def train(args: Args) -> dict:
 # ========================== End of PPO. What follows is what training needs around it ======================
 
 
-def seed_everything(seed: int) -> int:
-    """Seed all random generators, and return a seed for the environments."""
+STOP = threading.Event()  # set by Ctrl-C and SIGTERM: training ends after the iteration
+
+
+def seed_everything(seed: int, step: int = 0) -> int:
+    """Seed all random generators for training from a step on. Returns a seed for the environments."""
+    if step > 0:  # a resumed run has new episodes
+        seed = hashed(seed, step)
     for function in (random.seed, np.random.seed, torch.manual_seed):
         function(seed)
     # A hash, because Gymnasium seeds environment i with this + i: seeds 1 and 2 would share most of them.
-    return int(np.random.SeedSequence(seed).generate_state(1)[0]) >> 1
+    return hashed(seed)
 
 
-def check_args(args: Args) -> None:
-    """Raise `ValueError` for invalid settings."""
-    size = args.num_envs * args.num_steps
-    sizes = size, args.num_minibatches, args.update_epochs, args.hidden_size, args.eval_episodes
-    devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+def hashed(*numbers: int) -> int:
+    """A seed below 2**31, which is all that some simulators take, from one or several numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1
+
+
+def check_bounds(args: Args) -> None:
+    """Raise `ValueError` where a setting is not within BOUNDS."""
+    for name, (low, high) in BOUNDS.items():
+        value, default = getattr(args, name), getattr(Args, name)
+        unused = value is None and default is None
+        if not unused and not low <= value <= high:
+            limits = f"from {low} to {high}" if high < math.inf else f"at least {low}"
+            raise ValueError(f"--{name.replace('_', '-')} must be {limits}, not {value}")
+
+
+def check_settings(args: Args) -> None:
+    """Raise `ValueError` for settings with which training cannot be right."""
+    check_bounds(args)
+    one_step = args.update_epochs * args.num_minibatches == 1
     for wrong, reason in [
-        (min(*sizes, args.total_timesteps) < 1 or args.seed < 0, "sizes must be positive, --seed at least 0"),
         (args.num_minibatches > args.num_envs, "--num-minibatches must be at most --num-envs"),
-        (args.capture_video and not find_spec("moviepy"), "--capture-video needs: pip install moviepy"),
+        (not (args.norm_adv or one_step), "several gradient steps need --norm-adv"),
         (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
-        (not devices.get(args.device.split(":")[0]), f"--device {args.device} is not there; use cpu"),
-        (re.search("^ALE/|NoFrameskip", args.env_id), f"{args.env_id} is an Atari game: use ppo_atari.py"),
+        (Path("runs").is_file(), "runs is a file, where a folder of that name is needed"),
     ]:
         if wrong:
             raise ValueError(reason)
+
+
+def check(args: Args) -> None:
+    """Raise `ValueError` for what cannot be trained or evaluated, before anything is written."""
+    if not args.evaluate:
+        check_settings(args)
+    if args.eval_episodes < 1:
+        raise ValueError("--eval-episodes must be at least 1")
+    if args.capture_video and not find_spec("moviepy"):
+        raise ValueError("--capture-video needs: pip install moviepy")
+    if re.search("^ALE/|NoFrameskip", args.env_id):
+        raise ValueError(f"{args.env_id} is an Atari game: use ppo_atari.py")
+    try:
+        torch.empty(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {args.device} is not there; use cpu") from error
     try:
         env = make_env(args, **({"render_mode": "rgb_array"} if args.capture_video else {}))
     except (ValueError, TypeError) as error:
@@ -495,11 +578,13 @@ def check_args(args: Args) -> None:
     actions = env.action_space
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
         raise ValueError(f"{args.env_id} has {actions}: see ppo_continuous.py (Box) or docs/recipes.md")
+    obs_space = flat_space(env)
     if path := args.resume or args.evaluate:
+        _, content = load_checkpoint(path)
         try:
-            load_policy(path, env)
+            Agent(args, obs_space, int(actions.n)).load_state_dict(content["agent"])
         except RuntimeError as error:
-            raise ValueError(f"{path} is of another script, or not for {args.env_id}") from error
+            raise ValueError(f"{path} is of another script or size, or not for {args.env_id}") from error
 
 
 # ------------------------------------------------- Environments --------------------------------------------
@@ -510,13 +595,43 @@ def make_env(args: Args, **kwargs) -> gym.Env:
     return gym.make(args.env_id, **json.loads(args.env_kwargs) | kwargs)
 
 
-def make_envs(args: Args) -> VectorEnv:
+def flat_space(env: gym.Env) -> gym.spaces.Box:
+    """The space of an environment's observations as vectors. Raises `ValueError` if they cannot be that."""
+    try:
+        space = gym.spaces.flatten_space(env.observation_space)
+    except NotImplementedError:
+        space = None
+    if not isinstance(space, gym.spaces.Box):
+        raise ValueError(f"{env.observation_space} does not flatten to a vector: see docs/recipes.md")
+    return space
+
+
+class DropInfo(gym.Wrapper):
+    """Drops the info, which nothing here reads: to join it takes time, and fails where types differ."""
+
+    def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
+        return self.env.reset(**kwargs)[0], {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        obs, reward, terminated, truncated, _ = self.env.step(action)
+        return obs, to_float(reward), terminated, truncated, {}
+
+
+def to_float(reward: Any) -> float:
+    """A reward as a number of Python: it may be an array or a tensor with one element."""
+    return float(reward.item() if hasattr(reward, "item") else reward)
+
+
+def make_envs(args: Args, seed: int) -> VectorEnv:
     """N environments, in this process or in one each. Observations are flat, dicts in alphabetical order."""
-    seed = seed_everything(args.seed)
+    main_process = os.getpid()
 
     def make(index: int) -> gym.Env:
-        seed_everything(seed + index)  # a process needs its own random numbers
-        return gym.wrappers.RecordEpisodeStatistics(gym.wrappers.FlattenObservation(make_env(args)))
+        seed_everything(seed + index)  # for environments that draw from the generators of Python or NumPy
+        if os.getpid() != main_process:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return DropInfo(gym.wrappers.FlattenObservation(make_env(args)))
 
     vectorize = AsyncVectorEnv if args.async_envs else SyncVectorEnv
     return vectorize([partial(make, index) for index in range(args.num_envs)])
@@ -542,13 +657,13 @@ class Run:
         self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)
         rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
-        # A copy of this file, so that `plot.py` tells runs of changed copies apart.
-        Path(folder, Path(__file__).name).write_bytes(Path(__file__).read_bytes())
-        self.returns: list[float] = []  # of the last 100 episodes
-        self.average = math.nan  # their mean
+        # Copies of this file, and of a program that imports it, so that `plot.py` tells changed ones apart.
+        for path in {Path(__file__), Path(sys.argv[0])}:
+            if path.suffix == ".py" and path.is_file():
+                Path(folder, path.name).write_bytes(path.read_bytes())
         self.warned = False
-        self.first_time, self.first_step, self.last_print = time.monotonic(), state.global_step, 0.0
-        self.save()
+        self.first_time, self.first_step = time.monotonic(), state.global_step
+        self.last_print = self.last_save = -math.inf
 
     def save(self) -> None:
         """Write a checkpoint. If the process is killed meanwhile, the previous one is still there."""
@@ -560,30 +675,31 @@ class Run:
         self.last_save = time.monotonic()
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
-        """Log an iteration, print progress, and save a checkpoint every minute."""
-        stuck = metrics["grad_norm"] == 0 and not self.last_print  # in the first iteration
-        if stuck or not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
-            raise FloatingPointError("the gradient is 0 or not finite: look at the loss and --learning-rate")
+        """Log an iteration, print progress, and save a checkpoint: after the first, then every minute."""
+        if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
+            raise FloatingPointError(
+                "the loss or its gradient is NaN or infinite: try a lower --learning-rate"
+            )
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
             print("KL > 0 before the first gradient step: acting and learning do not compute the same policy")
             self.warned = True
-        args, step, now = self.args, self.state.global_step, time.monotonic()
+        args, step, known, now = self.args, self.state.global_step, self.state.returns, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
         if episodes:
             returns, lengths = np.transpose(episodes)
-            self.returns = [*self.returns, *returns.tolist()][-100:]
+            known[:] = [*known, *returns.tolist()][-100:]
             scalars["charts/episodic_return"] = returns.mean()
             scalars["charts/episodic_return_std"] = returns.std()
             scalars["charts/episodic_return_min"] = returns.min()
             scalars["charts/episodic_return_max"] = returns.max()
-            scalars["charts/episodic_return_100"] = self.average = float(np.mean(self.returns))
+            scalars["charts/episodic_return_100"] = float(np.mean(known))
             scalars["charts/episodic_length"] = lengths.mean()
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
         if step >= args.total_timesteps or now - self.last_print > 5:
             self.last_print = now
-            shown = f"return {self.average:.5g}" if self.returns else "no episode has ended yet"
+            shown = f"return {np.mean(known):.5g}" if known else "no episode has ended yet"
             minutes = max(args.total_timesteps - step, 0) / speed / 60
             line = f"{step:>10,} steps  {shown}  KL {max(metrics['kl'], 0):.4f}"
             print(f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", flush=True)
@@ -591,12 +707,15 @@ class Run:
             self.save()
 
     def finish(self) -> dict:
-        """Save, evaluate, and close the log. Returns the results."""
-        self.save()
-        returns = evaluate(self.path, self.args)
-        self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
+        """Save, evaluate unless the run was stopped, and close the log. Returns the results."""
+        if self.state.global_step > self.first_step or not self.args.resume:
+            self.save()
+        average = float(np.mean(self.state.returns)) if self.state.returns else math.nan
+        returns = np.zeros(0) if STOP.is_set() else evaluate(self.path, self.args)
+        if len(returns):
+            self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
         self.writer.close()
-        return {"checkpoint": str(self.path), "training_return": self.average, "greedy_returns": returns}
+        return {"checkpoint": str(self.path), "training_return": average, "greedy_returns": returns}
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
@@ -609,17 +728,8 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
         raise ValueError(f"{path} is not a checkpoint of this script") from error
 
 
-def restore(path: str, agent: Agent, optimizer: Adam, state: State) -> None:
-    """Continue the training in which this checkpoint was saved."""
-    _, content = load_checkpoint(path)
-    agent.load_state_dict(content["agent"])
-    optimizer.load_state_dict(content["optimizer"])
-    torch.set_rng_state(content["random"])
-    vars(state).update(content["state"])
-
-
 def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable:
-    """A trained policy with its memory, as a function `act(obs, start)` to the most likely actions.
+    """A trained policy with its memory, as a function `policy(obs, start)` to the most likely actions.
 
     `start` is true for an episode's first observation. If the space is a `Box`, both may have N rows.
     """
@@ -627,55 +737,74 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
     space, num_actions = env.observation_space, int(env.action_space.n)
     agent = Agent(args, gym.spaces.flatten_space(space), num_actions).to(device).eval()
     agent.load_state_dict(content["agent"])
+    normalize = agent.normalizer()
     memory = torch.zeros(MEMORY_VECTORS[args.cell], 1, args.hidden_size, device=device)
 
     @torch.inference_mode()
-    def act(obs: Any, start: bool | np.ndarray) -> np.ndarray:
+    def policy(obs: Any, start: bool | np.ndarray) -> np.ndarray:
         nonlocal memory
         batch = isinstance(space, gym.spaces.Box) and np.ndim(obs) > len(space.shape)
         flat = np.reshape(obs, (len(obs), -1)) if batch else gym.spaces.flatten(space, obs)
         flat = torch.as_tensor(flat, dtype=torch.float32, device=device)
-        starts = torch.as_tensor(start, device=device).reshape(-1)
-        policy, _, memory = agent.step(agent.normalize(flat).reshape(-1, flat.shape[-1]), starts, memory)
-        return policy.argmax(-1).reshape(flat.shape[:-1]).cpu().numpy()[()]
+        rows = normalize(flat).reshape(-1, flat.shape[-1])
+        starts = torch.as_tensor(start, device=device).expand(len(rows))
+        if starts.all():  # of any number of environments
+            memory = memory.new_zeros(len(memory), len(rows), args.hidden_size)
+        if memory.shape[1] != len(rows):
+            raise ValueError(f"{len(rows)} observations, but the memory of {memory.shape[1]} environments")
+        log_policy, _, memory = agent.step(rows, starts, memory)
+        return log_policy.argmax(-1).reshape(flat.shape[:-1]).cpu().numpy()[()]
 
-    return act
+    return policy
 
 
 def evaluate(path: str | Path, args: Args) -> np.ndarray:
     """Play --eval-episodes episodes with the most likely actions; print and return their returns."""
+    seed = (seed_everything(args.seed) + 2**30) % 2**31  # episodes that training has not seen
+    seed_everything(seed)
     env = make_env(args, **({"render_mode": "rgb_array"} if args.capture_video else {}))
     if args.capture_video:
-        env = gym.wrappers.RecordVideo(env, str(Path(path).parent / "videos"), lambda episode: True)
-    act = load_policy(path, env, args.device)
-    seed = (seed_everything(args.seed) + 2**30) % 2**31  # episodes that training has not seen
-    returns = np.zeros(args.eval_episodes)
-    for episode in range(args.eval_episodes):
-        obs, _ = env.reset(seed=seed + episode)
+        folder = str(Path(path).parent / "videos")
+        env = gym.wrappers.RecordVideo(env, folder, lambda episode: True)
+        print(f"videos: {folder}")
+    policy = load_policy(path, env, args.device)
+    returns: list[float] = []
+    while len(returns) < args.eval_episodes and not STOP.is_set():
+        obs, _ = env.reset(seed=seed + len(returns))
+        total = 0.0
         for step in range(10_000):  # some environments never end
-            obs, reward, terminated, truncated, _ = env.step(act(obs, start=step == 0))
-            returns[episode] += reward
+            obs, reward, terminated, truncated, _ = env.step(policy(obs, start=step == 0))
+            total += to_float(reward)
             if terminated or truncated:
                 break
         else:
-            print(f"episode {episode + 1} was stopped after 10,000 steps")
+            print(f"episode {len(returns) + 1} was stopped after 10,000 steps")
+        returns.append(total)
     env.close()
-    print(f"evaluation return {returns.mean():.5g} ± {returns.std():.3g} with the most likely actions")
-    return returns
+    if STOP.is_set():
+        return np.zeros(0)
+    steps = load_checkpoint(path)[1]["state"]["global_step"]
+    shown = f"{np.mean(returns):.5g} ± {np.std(returns):.3g} with the most likely actions"
+    print(f"evaluation return {shown}, after {steps:,} steps")
+    return np.array(returns)
 
 
 def parse_args() -> Args:
     """The settings of the command line; with --resume or --evaluate, the others are the checkpoint's."""
-    description = __doc__.partition("\n  [PPO]")[0]
-    args = tyro.cli(Args, description=description)
+    if {"True", "False"} & {*sys.argv}:
+        raise ValueError("write --track or --no-track, for example, without True or False")
+    parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [PPO]")[0])
+    args = parse()
     if path := args.resume or args.evaluate:
-        saved, _ = load_checkpoint(path)
+        saved, content = load_checkpoint(path)
         if ":" in saved.env_id and args.env_id != saved.env_id:
             raise ValueError(f"{path} imports a module; if you trust it, add --env-id {saved.env_id}")
         of_this_run = "resume", "evaluate", "track", "capture_video", "device"
-        default = replace(saved, **{name: getattr(Args, name) for name in of_this_run})
-        args = tyro.cli(Args, description=description, default=default)
-    check_args(args)
+        args = parse(default=replace(saved, **{name: getattr(Args, name) for name in of_this_run}))
+        steps = content["state"]["global_step"]
+        if args.resume and steps >= args.total_timesteps:
+            raise ValueError(f"{path} has been trained for {steps:,} steps: raise --total-timesteps")
+    check(args)
     return args
 
 
@@ -683,14 +812,23 @@ def print_commands(args: Args, path: str) -> None:
     """Say how to resume a run, to watch its agent, and to check it."""
     script = Path(sys.argv[0])
     module = f" --env-id {args.env_id}" if ":" in args.env_id else ""  # a checkpoint imports none by itself
-    print(f"resume: python {script} --resume {path}{module} --total-timesteps {2 * args.total_timesteps:.0f}")
+    finished = load_checkpoint(path)[1]["state"]["global_step"] >= args.total_timesteps
+    steps = f" --total-timesteps {2 * args.total_timesteps:.0f}" if finished else ""
+    print(f"resume: python {script} --resume {path}{module}{steps}")
     print(f"watch:  python {script} --evaluate {path}{module} --capture-video")
     if (coach := script.with_name("coach.py")).exists():  # not beside a copy
         print(f"check:  python {coach} check {Path(path).parent}")
 
 
+def stop(*_: Any) -> None:
+    """End training after this iteration, and save; a second Ctrl-C stops at once."""
+    os.write(2, b"stopping after this iteration; Ctrl-C again stops at once, without saving\n")
+    STOP.set()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def main() -> None:
-    """The command line. Invalid settings end with exit status 2."""
+    """The command line. Invalid settings end with exit status 2, and a run that was stopped with 130."""
     sys.path.append(".")  # where the `module:` of --env-id is looked for, too
     try:
         args = parse_args()
@@ -699,8 +837,13 @@ def main() -> None:
         sys.exit(2)
     if args.evaluate:
         evaluate(args.evaluate, args)
-    else:
-        print_commands(args, train(args)["checkpoint"])
+        return
+    STOP.clear()
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    print_commands(args, train(args)["checkpoint"])
+    if STOP.is_set():
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -36,22 +36,24 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import pkgutil
 import random
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
@@ -103,9 +105,23 @@ class Args:  # the trailing comments become --help
     lora_rank: int = 0  # train adapters of this rank on frozen weights (needs peft); 0 trains all weights
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():  # NumPy's numbers could not be loaded from a checkpoint
-            setattr(self, name, value.item() if isinstance(value, np.generic) else value)
+        for name, value in vars(self).items():
+            if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds numbers of Python only
+                setattr(self, name, value.item())
+        if self.resume and Path(self.resume).is_dir():  # the folder of a run will do
+            self.resume = str(Path(self.resume, "checkpoint.pt"))
 
+
+# Limits of the settings, both included. With more than 30 epochs, or ε above 0.3, the policy moves too far
+# from the one that collected the data. To study what is refused, change this table in your program.
+BOUNDS = {
+    "seed": (0, 2**31), "eval_every": (1, math.inf), "max_response_length": (1, math.inf),
+    "temperature": (1e-3, 100), "eval_temperature": (0, 100), "total_episodes": (1, 1e15),
+    "batch_size": (1, math.inf), "update_epochs": (1, 30), "num_minibatches": (1, math.inf),
+    "learning_rate": (0, 1), "kl_coef": (0, 1e4), "clip_coef": (1e-3, 0.3), "max_grad_norm": (1e-6, math.inf),
+    "micro_batch_size": (1, math.inf), "generation_batch_size": (1, math.inf), "lora_rank": (0, 2**16),
+    "critic_learning_rate": (0, 1), "gae_lambda": (0, 1), "missing_eos_penalty": (0, math.inf),
+}  # fmt: skip
 
 # The defaults with --model
 PRETRAINED = Args(
@@ -488,7 +504,7 @@ def update(models: Models, optimizer: Adam, batch: Batch, args: Args) -> dict[st
 
 def train(args: Args, task: Task | None = None) -> Path:
     """PPO ([PPO], Algorithm 1) from human feedback. Returns the checkpoint's path."""
-    check_args(args)
+    check(args)
     if args.device == "cuda":  # each process has a GPU
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     torch.manual_seed(args.seed)
@@ -499,7 +515,7 @@ def train(args: Args, task: Task | None = None) -> Path:
     connect(models, args)  # after Adam is made: what it imports would keep the connection open at exit
     episodes = restore(args.resume, models, optimizer) if args.resume else 0
     run = Run(args, models, optimizer, task, episodes)
-    while episodes < args.total_episodes:
+    while episodes < args.total_episodes and not stopped(args):
         torch.manual_seed(10**9 * args.seed + episodes + RANK)  # a resumed run draws the same numbers
         due = episodes // args.batch_size % args.eval_every == 0
         if due or time.monotonic() - run.last_save > 600:
@@ -507,7 +523,7 @@ def train(args: Args, task: Task | None = None) -> Path:
         metrics = evaluate(models, task, args) if due else {}
         try:
             batch, batch_metrics, samples = collect(models, task, args)
-        except BaseException as error:  # of a reward function, or Ctrl-C; a half-done update is not saved
+        except BaseException as error:  # of a reward function, or a second Ctrl-C
             run.save(episodes)
             error.add_note(f"saved; to continue: --resume {run.path}")
             raise
@@ -519,12 +535,21 @@ def train(args: Args, task: Task | None = None) -> Path:
         run.log(episodes, metrics, samples)
         episodes += args.batch_size
     run.save(episodes)
-    run.log(episodes, evaluate(models, task, args), {})
+    if episodes >= args.total_episodes:
+        run.log(episodes, evaluate(models, task, args), {})
     run.finish()
     return run.path
 
 
 # ========================== End of PPO. What follows is what training needs around it ======================
+
+
+STOP = threading.Event()  # set by Ctrl-C and SIGTERM: training ends after the iteration
+
+
+def stopped(args: Args) -> bool:
+    """Whether training is to end: all processes end after the same iteration."""
+    return sum_over_processes(torch.tensor(float(STOP.is_set()), device=args.device)).item() > 0
 
 
 def pad(rows: list[list[int]], side: str, device: str) -> tuple[Tensor, Tensor]:
@@ -853,8 +878,10 @@ class Run:
         self.writer = SummaryWriter(str(folder), purge_step=episodes)
         rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
-        # A copy of this file, so that `plot.py` tells runs of changed copies apart.
-        Path(folder, Path(__file__).name).write_bytes(Path(__file__).read_bytes())
+        # Copies of this file, and of a program that imports it, so that `plot.py` tells changed ones apart.
+        for path in {Path(__file__), Path(sys.argv[0])}:
+            if path.suffix == ".py" and path.is_file():
+                Path(folder, path.name).write_bytes(path.read_bytes())
         if self.completions.exists():  # the last line may be incomplete, if the process was killed
             lines = self.completions.read_text(encoding="utf-8").split("\n")[:-1]
             kept = [line + "\n" for line in lines if json.loads(line)["episodes"] < episodes]
@@ -863,7 +890,7 @@ class Run:
     def save(self, episodes: int) -> None:
         """Write a checkpoint and the model. Until the checkpoint is complete, the previous one stays."""
         self.last_save = time.monotonic()
-        if RANK > 0:
+        if RANK > 0 or (self.args.resume and episodes == self.start):  # the checkpoint is there already
             return
         self.writer.flush()  # first, so that the curves have no gap where training resumes
         named = self.models.named_parameters()
@@ -904,7 +931,7 @@ class Run:
             dist.destroy_process_group()
 
 
-def load_checkpoint(path: str) -> tuple[Args, dict]:
+def load_checkpoint(path: str | Path) -> tuple[Args, dict]:
     """The settings and the whole content of a checkpoint. Raises `ValueError` for any other file."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -921,13 +948,22 @@ def restore(path: str, models: Models, optimizer: Adam) -> int:
     return content["episodes"]
 
 
-def check_args(args: Args) -> None:
-    """Raise `ValueError` for invalid settings."""
+def check_bounds(args: Args) -> None:
+    """Raise `ValueError` where a setting is not within BOUNDS."""
+    for name, (low, high) in BOUNDS.items():
+        value, default = getattr(args, name), getattr(Args, name)
+        unused = value is None and default is None
+        if not unused and not low <= value <= high:
+            limits = f"from {low} to {high}" if high < math.inf else f"at least {low}"
+            raise ValueError(f"--{name.replace('_', '-')} must be {limits}, not {value}")
+
+
+def check(args: Args) -> None:
+    """Raise `ValueError` for settings that cannot be right, before anything is written."""
+    check_bounds(args)
     judged = args.reward_model or args.reward_function
     others = args.eval_prompts or args.lora_rank or args.bfloat16 or args.max_response_length > 24
     for wrong, reason in [
-        (args.temperature <= 0 or min(args.learning_rate, args.critic_learning_rate, args.kl_coef) < 0,
-         "--temperature must be above 0, and learning rates and --kl-coef not below"),
         (args.batch_size % (args.num_minibatches * PROCESSES),
          "--batch-size must be a multiple of --num-minibatches x processes"),
         (len({bool(args.model), bool(args.prompts), bool(judged)}) > 1,
@@ -936,23 +972,34 @@ def check_args(args: Args) -> None:
          "--eval-prompts, --lora-rank, --bfloat16 and a --max-response-length above 24 need --model"),
         (args.model and Path(args.model, "adapter_config.json").exists(),
          f"{args.model} is an adapter: merge it first, as docs/language_models.md shows"),
+        (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
+        (Path("runs").is_file(), "runs is a file, where a folder of that name is needed"),
     ]:  # fmt: skip
         if wrong:
             raise ValueError(reason)
+    try:
+        torch.empty(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {args.device} is not there; use cpu") from error
 
 
 def parse_args() -> Args:
     """The settings of the command line; with --resume, the others are the checkpoint's."""
+    if {"True", "False"} & {*sys.argv}:
+        raise ValueError("write --track or --no-track, for example, without True or False")
     flags = [word.partition("=")[0] for word in sys.argv]
     if flags.count("--reward-function") > 1:
         raise ValueError("--reward-function takes several functions, one after the other")
     parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [")[0])
     args = parse(default=PRETRAINED if "--model" in flags else Args())
     if args.resume:
-        saved, _ = load_checkpoint(args.resume)
+        saved, content = load_checkpoint(args.resume)
         args = parse(default=replace(saved, reward_function=(), track=False))
         if saved.reward_function and not args.reward_function:
             raise ValueError(f"{args.resume} needs --reward-function {' '.join(saved.reward_function)} again")
+        if content["episodes"] >= args.total_episodes:
+            done = f"{content['episodes']:,} responses"
+            raise ValueError(f"{args.resume} has been trained on {done}: raise --total-episodes")
     return args
 
 
@@ -960,27 +1007,39 @@ def print_commands(args: Args, path: Path) -> None:
     """Say how to resume a run, to read its responses, and to check it."""
     script = Path(sys.argv[0])
     functions = f" --reward-function {' '.join(args.reward_function)}" if args.reward_function else ""
-    episodes = f"--total-episodes {2 * args.total_episodes:.0f}"
-    print(f"resume: python {script} --resume {path}{functions} {episodes}")
+    finished = load_checkpoint(path)[1]["episodes"] >= args.total_episodes
+    episodes = f" --total-episodes {2 * args.total_episodes:.0f}" if finished else ""
+    print(f"resume: python {script} --resume {path}{functions}{episodes}")
     print(f"read:   tail -n 3 {path.with_name('completions.jsonl')}")
     if (coach := script.with_name("coach.py")).exists():  # not beside a copy
         print(f"check:  python {coach} check {path.parent}")
 
 
+def stop(*_: Any) -> None:
+    """End training after this iteration, and save; a second Ctrl-C stops at once."""
+    os.write(2, b"stopping after this iteration; Ctrl-C again stops at once, without saving\n")
+    STOP.set()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def main() -> None:
-    """The command line. Invalid settings and files end with exit status 2."""
+    """The command line. Invalid settings end with exit status 2, and a run that was stopped with 130."""
     sys.path.append(".")  # where the `module:` of --reward-function is looked for, too
     try:
         args = parse_args()
-        check_args(args)
+        check(args)
         task = load_task(args) if args.model else None
     except (ValueError, OSError, ImportError, AttributeError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: save, and stop
+    STOP.clear()
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     path = train(args, task)
     if RANK == 0:
         print_commands(args, path)
+    if STOP.is_set():
+        sys.exit(130)
 
 
 if __name__ == "__main__":
