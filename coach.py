@@ -730,7 +730,7 @@ def refusals(script: ModuleType, args: Any, by_script: bool) -> list[str]:
     reasons = [f"{rule.problem}: {rule.remedy}" for rule in UNSAFE if compare(rule.when, numbers).all()]
     if by_script:
         try:
-            script.check_args(args)
+            script.check(args)
         except Exception as error:  # of the script's checks, or of the environment
             reasons.append(str(error) or type(error).__name__)
     return reasons

@@ -178,21 +178,28 @@ def draw(runs: pd.DataFrame, args: Args) -> None:
         plt.show()
 
 
+def last_value(curve: pd.DataFrame, end: float) -> float:
+    """The mean of the last 10% of a curve, if it is cut after `end` steps."""
+    known = curve[curve.steps <= end]
+    late = known[known.steps >= 0.9 * end]
+    return (late if len(late) else known.tail(1)).value.mean()
+
+
 def compare(runs: pd.DataFrame, args: Args) -> None:
     """Print each experiment's last values: their interquartile mean, with its 95% bootstrap interval."""
     random, table = np.random.default_rng(0), []
     for names, group in runs.groupby(["env_id", "experiment"]):
-        last = [curve.value[curve.steps >= 0.9 * curve.steps.max()].mean() for curve in group.curve]
+        end = min(curve.steps.max() for curve in group.curve)
+        last = [last_value(curve, end) for curve in group.curve]
         size, cut = len(last), len(last) // 4
         samples = np.vstack([last, random.choice(last, (10_000, size))])  # the runs, then resampled runs
         means = np.sort(samples)[:, cut : size - cut].mean(1)
         ends = "{:.5g} to {:.5g}".format(*np.percentile(means[1:], (2.5, 97.5)))
-        steps = f"{min(curve.steps.max() for curve in group.curve):,.0f}"
-        table.append((*names, steps, size, f"{means[0]:.5g}", ends if size > 1 else "-"))
+        table.append((*names, f"{end:,.0f}", size, f"{means[0]:.5g}", ends if size > 1 else "-"))
     columns = "environment", "experiment", "steps", "seeds", "interquartile mean", "95% interval"
     print(pd.DataFrame(table, columns=columns).to_string(index=False))
     tags = " or ".join(sorted({curve.tag.iloc[0] for curve in runs.curve}))
-    print(f"{tags}: mean of the last 10% of each run's steps. Intervals of few seeds are too narrow.")
+    print(f"{tags}: mean of the last 10% of the steps that all seeds have. Intervals of few seeds are too narrow.")
 
 
 def main() -> None:

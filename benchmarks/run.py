@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import importlib
 import os
 import platform
 import re
@@ -30,7 +29,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import tyro
-from experiments import DATA, HERE, ROOT, SB3, STUDIES, Run, runs
+from experiments import DATA, HERE, ROOT, SB3, STUDIES, Run, runs, script_of
 from filelock import FileLock, Timeout
 
 sys.path.insert(0, str(ROOT))  # where the scripts are
@@ -112,9 +111,8 @@ def run_ours(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
     import torch
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    script = importlib.import_module(run.experiment.script.removesuffix(".py"))
-    args = tyro.cli(script.Args, args=run.arguments)
-    with contextlib.chdir(folder_of(run)):
+    with script_of(run) as script, contextlib.chdir(folder_of(run)):
+        args = tyro.cli(script.Args, args=run.arguments)
         checkpoint = next(Path().glob("runs/*/checkpoint.pt"), None)
         steps = torch.load(checkpoint, weights_only=True)["state"]["global_step"] if checkpoint else 0
         if steps < run.steps:

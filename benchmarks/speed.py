@@ -60,7 +60,7 @@ class Case:
 
 COMMON = "sbx", "cleanrl", "sb3"
 CASES = {
-    "CartPole-v1": Case("ppo", 4, 50_000, CARTPOLE, ("",), COMMON),
+    "CartPole-v1": Case("ppo", 4, 50_000, CARTPOLE, ("", "--compile"), COMMON),
     "HalfCheetah-v5": Case("ppo_continuous", 8, 50_000, CHEETAH, ("", "--compile"), COMMON),
     "BreakoutNoFrameskip-v4": Case("ppo_atari", 8, 6_000, ATARI, ("", "--bfloat16"), COMMON),
     "Pendulum": Case("ppo_gpu", 1024, 1_000_000, "--device cpu", ("",), ("rsl_rl", "sb3_tensors"), goal=-200),

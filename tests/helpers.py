@@ -5,6 +5,7 @@ import copy
 import io
 import os
 import re
+import signal
 import sys
 import traceback
 from dataclasses import fields, replace
@@ -55,7 +56,10 @@ class Case:
     def make_args(self, **changes):
         known = {setting.name for setting in fields(self.script.Args)}
         plain = {name: value for name, value in PLAIN.items() if name in known}
-        return replace(self.script.Args(), **plain | changes)
+        settings = plain | changes
+        if settings.get("adapt") == "none":
+            settings.pop("desired_kl")  # scripts refuse what has no effect
+        return replace(self.script.Args(), **settings)
 
     def make_state(self, args):
         coefficients = [field.name for field in fields(self.script.State) if hasattr(args, field.name)]
@@ -93,7 +97,7 @@ class Case:
 
     def begin(self, args, seed=10):
         """Environments just reset, an agent and an empty rollout."""
-        envs = self.script.make_envs(args)
+        envs = self.script.make_envs(args, self.script.seed_everything(args.seed))
         obs_space, num_actions = envs.single_observation_space, self.count(envs.single_action_space)
         agent = self.make_agent(args, 3, obs_space, num_actions)
         size = obs_space.shape[0]
@@ -136,10 +140,12 @@ class Discrete(Case):
         return int(space.n)
 
     def update_by(self, agent, optimizer, batch, rollout, args, state):
-        return self.script.update(agent, optimizer, batch, args, state)
+        compute = self.script.compute_gradients
+        return self.script.update(agent, optimizer, compute, batch, args, state)
 
     def make_batch(self, agent, rollout, args):
-        return self.script.make_batch(agent, rollout, args)
+        normalised = self.script.normalize_rollout(agent, rollout, args)
+        return self.script.make_batch(agent, rollout, *normalised, args)
 
     def distribution(self, policy):
         return Categorical(logits=policy)
@@ -163,12 +169,17 @@ class Continuous(Case):
         return space.shape[0]
 
     def update_by(self, agent, optimizer, batch, rollout, args, state):
+        made = iter([batch])
+
+        def new_batch():  # the first is there; others have the values of the critic as it is then
+            return next(made, None) or self.script.make_batch(agent, rollout, *rollout.normalised, args)
+
         compute = self.script.compute_gradients
-        return self.script.update(agent, optimizer, compute, batch, rollout, args, state)
+        return self.script.update(agent, optimizer, compute, new_batch, args, state)
 
     def make_batch(self, agent, rollout, args):
-        self.script.normalize_rollout(agent, rollout, args)
-        return self.script.make_batch(agent, rollout, args)
+        rollout.normalised = self.script.normalize_rollout(agent, rollout, args)
+        return self.script.make_batch(agent, rollout, *rollout.normalised, args)
 
     def distribution(self, policy):
         mean, log_std = policy.chunk(2, -1)
@@ -267,6 +278,7 @@ def call(case, folder, *words):
     user_envs.LOG.clear()
     sys.path_importer_cache.pop(".", None)  # it is another folder now
     before, argv, path = Path.cwd(), sys.argv, sys.path[:]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             os.chdir(folder)
@@ -280,6 +292,8 @@ def call(case, folder, *words):
         finally:
             os.chdir(before)
             sys.argv, sys.path[:] = argv, path
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
     return SimpleNamespace(status=status, out=out.getvalue(), err=err.getvalue())
 
 

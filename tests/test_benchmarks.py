@@ -25,14 +25,8 @@ import run as runner
 import tyro
 from rliable.metrics import probability_of_improvement
 
-import ppo
-import ppo_atari
-import ppo_continuous
-import ppo_gpu
-
 gym.register_envs(ale_py)
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {script.__name__: script for script in (ppo, ppo_atari, ppo_continuous, ppo_gpu)}
 
 
 @pytest.mark.slow
@@ -44,8 +38,8 @@ def test_list_of_experiments_is_sound():
         if run.experiment.script == "sb3":
             assert gym.make(run.env_id).spec
         else:
-            script = SCRIPTS[run.experiment.script.removesuffix(".py")]
-            script.check_args(tyro.cli(script.Args, args=run.arguments))
+            with experiments.script_of(run) as script:
+                script.check(tyro.cli(script.Args, args=run.arguments))
     have = {(run.experiment.name, (run.env_id, run.steps)) for run in listed}
     for study in experiments.STUDIES.values():
         assert {(name, task) for name in study.experiments for task in study.tasks} <= have
@@ -118,7 +112,7 @@ def test_language_studies():
     studies = {study.name: study for study in language.STUDIES}
     assert len(studies) == len(language.STUDIES)
     for study in language.STUDIES:
-        study.script.check_args(tyro.cli(study.script.Args, args=study.flags.split()))
+        study.script.check(tyro.cli(study.script.Args, args=study.flags.split()))
     runs, curves = pd.read_csv(language.RUNS, keep_default_na=False), pd.read_csv(language.CURVES)
     assert not runs.duplicated(["study", "seed"]).any()
     for run in runs.itertuples():

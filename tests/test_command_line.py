@@ -28,13 +28,22 @@ from helpers import (
 )
 
 REFUSALS = {  # words of the command, and what the refusal must say
-    "--num-envs 0": "positive",
+    "--num-envs 0": "--num-envs must be at least 1, not 0",
+    "--num-steps 1": "--num-steps must be at least 2, not 1",
     "--num-minibatches 300": "--num-minibatches must be at most 256",
     "--seed -1": "--seed",
     "--device gpu": "use cpu",
     "--adapt kl-coef": "needs --surrogate kl-penalty",
+    "--adapt clip-coef --surrogate kl-penalty": "needs --surrogate clip",
+    "--desired-kl 0.02": "--desired-kl needs --adapt",
+    "--kl-coef 3": "--kl-coef needs --surrogate kl-penalty",
+    "--target-entropy 1 --anneal-ent-coef": "--target-entropy",
+    "--no-norm-adv": "--norm-adv",
+    "--anneal-lr False": "without True or False",
     "--resume none.pt": "none.pt",
-    "--evaluate .": "directory",
+    "--evaluate .": "checkpoint.pt",
+    "--env-id user_envs:Words-v0": "does not flatten to a vector",
+    "--env-id user_envs:Unknown-v0": "does not flatten to a vector",
     f"--resume {__file__}": "not a checkpoint",
     "--env-id BreakoutNoFrameskip-v4": "use ppo_atari.py",
     "--env-id user_envs:Pairs-v0": "docs/recipes.md",
@@ -69,14 +78,20 @@ def test_refusals(words, tmp_path):
     [
         (CONTINUOUS, "--env-id CartPole-v1", "see ppo.py"),
         (CONTINUOUS, "--env-id user_envs:Pairs-v0", "docs/recipes.md"),
-        (CONTINUOUS, "--total-timesteps 4095", "--total-timesteps must be two rollouts"),
+        (CONTINUOUS, "--total-timesteps 4095", "--total-timesteps must be at least 4096"),
         (LSTM, "--env-id Pendulum-v1", "ppo_continuous.py"),
-        (LSTM, "--hidden-size 0", "positive"),
+        (CONTINUOUS, "--no-norm-rewards", "--norm-rewards or --norm-adv"),
+        (LSTM, "--hidden-size 0", "--hidden-size must be from 1 to 65536, not 0"),
         (LSTM, "--num-minibatches 17", "--num-minibatches must be at most --num-envs"),
         (ATARI, "--env-id CartPole-v1", "use ppo.py"),
         (ATARI, "--env-id NoSuchGame-v4", "NoSuchGame"),
         (ATARI, "--num-minibatches 5", "--num-minibatches must divide the 1024"),
         (ATARI, '--env-kwargs {"wings":2}', "'wings'"),
+        (ATARI, '--env-kwargs {"episodic_life":true}', "'episodic_life'"),
+        (ATARI, '--env-kwargs {"reward_clipping":true}', "'reward_clipping'"),
+        (ATARI, '--env-kwargs {"stack_num":2}', "'stack_num'"),
+        (ATARI, '--env-kwargs {"num_envs":2}', "'num_envs'"),
+        (ATARI, '--env-kwargs {"frameskip":1}', "'frameskip'"),
     ],
 )
 def test_refusals_of_other_scripts(case, words, expected, tmp_path):
@@ -88,12 +103,15 @@ def test_refusals_of_other_scripts(case, words, expected, tmp_path):
 def test_checkpoints_of_others_are_refused(flag, trained, tmp_path):
     """Another script's, or another environment's: one line, and nothing is written."""
     image = ["--env-id", DISCRETE.walk, "--env-kwargs", '{"observation":"image"}']
-    words = [flag, trained(DISCRETE).checkpoint, *image]
+    more = ["--total-timesteps", 2000]
+    words = [flag, trained(DISCRETE).checkpoint, *image, *more]
     assert_refused(DISCRETE, tmp_path, words, f"not for {DISCRETE.walk}")
+    words = [flag, trained(DISCRETE).checkpoint, "--env-id", DISCRETE.walk, "--hidden-size", 32, *more]
+    assert_refused(DISCRETE, tmp_path, words, "of another script or size")
     for path in (trained(DISCRETE).checkpoint, trained(CONTINUOUS).checkpoint):
         words = [flag, path, "--env-id", "ALE/Pong-v5", "--total-timesteps", 2000]
         assert_refused(ATARI, tmp_path, words, "of another script")
-    words = [flag, trained(DISCRETE).checkpoint, "--env-id", DISCRETE.walk]
+    words = [flag, trained(DISCRETE).checkpoint, "--env-id", DISCRETE.walk, *more]
     assert_refused(CONTINUOUS, tmp_path, words, "see ppo.py")
 
 
@@ -133,8 +151,9 @@ def test_what_a_run_prints(case, trained, tmp_path):
     shutil.copytree(done.folder / "runs", tmp_path / "runs")
     words = "--resume", path, "--env-id", case.walk
     over = call(case, tmp_path, *words)  # it is finished, which is said
-    assert f"{saved['state']['global_step']} of 300 steps" in over.out
-    assert load(checkpoint_in(tmp_path))["args"] == saved["args"] | {"resume": path}
+    assert over.status == 2
+    assert f"{saved['state']['global_step']} steps: raise --total-timesteps" in over.err
+    assert same(load(checkpoint_in(tmp_path)), saved)
     assert call(case, tmp_path, *words, "--total-timesteps", 500).status == 0
     saved["args"] |= {"device": "cuda:9", "track": True, "evaluate": "none.pt"}
     torch.save(saved, tmp_path / "checkpoint.pt")

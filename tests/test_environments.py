@@ -1,5 +1,6 @@
 """Which environments are taken, policies for them, evaluation, and `train` in other people's code."""
 
+import gc
 from dataclasses import replace
 
 import gymnasium as gym
@@ -8,7 +9,7 @@ import pytest
 import torch
 import user_envs
 from gymnasium.vector import SyncVectorEnv
-from helpers import DISCRETE, call, checkpoint_in, each_script, load, memory_too, run
+from helpers import DISCRETE, call, checkpoint_in, curves, each_script, load, memory_too, run
 from torch import nn
 
 import ppo
@@ -20,7 +21,7 @@ SPACES = "vector", "discrete", "dict", "image"
 def test_environments_that_reset_in_the_same_step_are_refused(case, tmp_path, monkeypatch):
     """Whatever made them: a rollout needs the last observation in a row of its own. Nothing is written."""
 
-    def make_envs(args):
+    def make_envs(args, seed):
         return SyncVectorEnv([lambda: case.script.make_env(args)] * 4, autoreset_mode="SameStep")
 
     monkeypatch.chdir(tmp_path)
@@ -35,7 +36,7 @@ def test_processes_have_their_own_random_numbers():
     seen = []
     for _ in range(2):
         args = DISCRETE.make_args(env_id="user_envs:Global-v0", async_envs=True)
-        envs = DISCRETE.script.make_envs(args)
+        envs = DISCRETE.script.make_envs(args, DISCRETE.script.seed_everything(args.seed))
         seen.append(envs.reset(seed=1)[0])
         envs.close()
     for column in seen[0].T:
@@ -72,7 +73,7 @@ def test_a_policy_takes_the_environments_observations(case, observation, tmp_pat
     env.observation_space.seed(1)
     singles = [env.observation_space.sample() for _ in range(20)]
     flat = np.stack([gym.spaces.flatten(env.observation_space, obs) for obs in singles]).astype(np.float32)
-    assert agent.norm_mask.sum() == {"discrete": 0, "image": 48}.get(observation, 3)  # one-hot stays as it is
+    assert agent.unit_obs.sum() == {"discrete": 6, "dict": 4}.get(observation, 0)  # one-hot stays as it is
     outputs = agent.actor(agent.normalize(torch.tensor(flat))).detach().double().numpy()
     scaled = np.clip(1 + 3 * outputs, -2, 4)  # from -1 to 1 to the bounds
     expected = outputs.argmax(-1) if case is DISCRETE else scaled
@@ -151,7 +152,7 @@ def test_train_returns_results(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     user_envs.LOG.clear()
     changes = {"env_id": case.walk, "norm_obs": False, "total_timesteps": 300, "eval_episodes": 3}
-    with pytest.raises(ValueError, match="must be positive"):
+    with pytest.raises(ValueError, match="--num-envs must be at least 1"):
         case.script.train(case.make_args(num_envs=0))
     results = case.script.train(case.make_args(**changes))
     assert set(results) == {"checkpoint", "training_return", "greedy_returns"}
@@ -173,7 +174,7 @@ def test_what_make_env_returns_is_what_trains(monkeypatch):
         return gym.wrappers.TransformReward(env, lambda reward: 3 * reward)
 
     monkeypatch.setattr(ppo, "make_env", changed)
-    envs = ppo.make_envs(ppo.Args(num_envs=2))
+    envs = ppo.make_envs(ppo.Args(num_envs=2), 1)
     envs.reset(seed=0)
     after, rewards, *_ = envs.step(np.zeros(2, int))
     assert rewards.tolist() == [3, 3]
@@ -196,3 +197,59 @@ def test_last_observations_may_be_nan(case, tmp_path):
     """Where the task ended the episode, they count nowhere."""
     run(case, tmp_path, env_kwargs='{"fault": "nan at the end"}')
     assert all(torch.isfinite(x).all() for x in load(checkpoint_in(tmp_path))["agent"].values())
+
+
+ODD = ("episode", "float16", "vector", "gradients", "nothing", "memory")
+
+
+@memory_too
+@pytest.mark.parametrize("habit", ODD)
+def test_environments_that_do_odd_things(case, habit, tmp_path):
+    """What they report besides has no effect; rewards may have any type; they may compute gradients.
+
+    Returns and lengths are those of the environment, and nothing of a step is kept after it.
+    """
+    odd = case.walk.replace("Walk", "Odd")
+    run(case, tmp_path, env_id=odd, env_kwargs=f'{{"habit": "{habit}"}}', num_envs=1, num_minibatches=1)
+    data = curves(checkpoint_in(tmp_path).parent)
+    played = {value for value, _ in user_envs.LOG["episodes"]}
+    for name in ("charts/episodic_return_min", "charts/episodic_return_max"):
+        assert {*data[name].values()} <= played
+    assert max(data["charts/episodic_length"].values()) <= 12
+    gc.collect()
+    assert user_envs.Image.alive <= 4
+
+
+def test_returns_are_summed_in_float64(tmp_path):
+    """2,049 rewards of 1 are 2,049, whatever their type is."""
+    kwargs = '{"habit": "float16", "endless": true}'
+    args = DISCRETE.make_args(env_id="user_envs:Odd-v0", env_kwargs=kwargs, num_envs=1, num_steps=4000)
+    envs, agent, rollout = DISCRETE.begin(args)
+    ppo.collect_rollout(envs, agent, rollout, args)
+    assert rollout.episode_returns[0] == rollout.rewards.sum(dtype=np.float64) > 2049
+    assert rollout.episode_lengths[0] == 4000
+    envs.close()
+
+
+def test_rewards_that_all_look_the_same_are_seen(tmp_path):
+    """Rewards of 100 and 101 in episodes of one step: scaled, nearly all are at the limit of ±10."""
+    run(DISCRETE, tmp_path, env_id="user_envs:Bandit-v0", total_timesteps=1000)
+    assert min(curves(checkpoint_in(tmp_path).parent)["losses/reward_clipfrac"].values()) > 0.9
+    (tmp_path / "usual").mkdir()
+    run(DISCRETE, tmp_path / "usual", total_timesteps=1000)
+    assert max(curves(checkpoint_in(tmp_path / "usual").parent)["losses/reward_clipfrac"].values()) == 0
+
+
+@memory_too
+def test_evaluations_are_the_same_whatever_was_drawn_before(case, trained, tmp_path):
+    """Also where environments draw from global generators, also when they are made."""
+    draws, drawn = case.walk.replace("Walk", "Draws"), []
+    path = trained(case).checkpoint
+    for count in (1, 5):
+        np.random.random(count)  # noqa: NPY002
+        words = ["--evaluate", path, "--env-id", draws, "--eval-episodes", 4]
+        shown = call(case, tmp_path, *words)
+        assert shown.status == 0
+        drawn.append((user_envs.LOG["drawn"][:], shown.out))
+    assert drawn[0] == drawn[1]
+    assert f"after {load(path)['state']['global_step']:,} steps" in shown.out

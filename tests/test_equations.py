@@ -105,7 +105,7 @@ def random_batch(case, seed, rows=12):
     noise = torch.randn(5, rows, D, generator=generator, dtype=torch.float64)
     old_values, advantages, returns = noise[1:4, :, 0]
     columns = {"obs": noise[0], "actions": actions, "old_policy": old, "old_values": old_values}
-    columns |= {"advantages": advantages, "returns": returns}
+    columns |= {"advantages": advantages, "returns": returns, "rewards": noise[2, :, 1]}
     columns["weights"] = torch.tensor([1.0, 1.0, 0.0] * (rows // 3), dtype=torch.float64)
     columns["starts"] = columns["memory"] = noise[0]  # what the agent sees does not matter here
     batch = case.script.Batch(**{name: columns[name] for name in case.script.Batch._fields})
@@ -227,9 +227,10 @@ def test_normalize():
     assert np.abs(mean).min() > 0.01
     assert np.abs(var - 1).min() > 0.5
     expected = np.clip((float64(obs) - mean) / np.sqrt(var), -10, 10)
-    expected[:, 1] = obs[:, 1]
+    expected[:, 1] = obs[:, 1].clamp(-10, 10)
     np.testing.assert_allclose(agent.normalize(obs), expected, rtol=1e-5)
-    assert agent.normalize(obs[None])[0, 2, :3].tolist() == [10, 50, -10]
+    assert agent.normalize(obs[None])[0, 2, [0, 2]].tolist() == [10, -10]
+    assert agent.normalize(torch.tensor([0.0, 1e-7, 0.0, 0.0]))[1] == 1e-7
     agent.obs_moments.var.zero_()  # a number that never changed
     agent.obs_moments.mean.copy_(obs[0])
     assert agent.normalize(obs[0]).tolist() == [0, 1, 0, 0]
@@ -239,7 +240,7 @@ def test_normalize():
 
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
 @pytest.mark.parametrize("garbage", [0.0, 123.0])
-def test_scale_rewards(gamma, garbage):
+def test_rewards_are_scaled(gamma, garbage):
     """Over several rollouts: rewards over the deviation of all discounted returns so far, clipped to ±10."""
     args = DISCRETE.make_args(num_steps=40, num_envs=6, gamma=gamma)
     agent, rng, largest = DISCRETE.make_agent(args), np.random.default_rng(2), 0
@@ -254,7 +255,7 @@ def test_scale_rewards(gamma, garbage):
         if start > 100:
             rewards[[7, 20], [0, 1]] = -30, 30
         rollout.rewards[:] = np.where(valid, rewards, garbage)
-        scaled = ppo.scale_rewards(agent, rollout, args)
+        _, scaled = ppo.normalize_rollout(agent, rollout, args)
         expected = reference.scale(rollout.rewards, valid)
         np.testing.assert_allclose(float64(scaled)[valid], expected[valid], rtol=1e-4)
         largest = max(largest, scaled.max().item(), -scaled.min().item())

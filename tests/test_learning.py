@@ -21,7 +21,7 @@ def learn(case, pays, length=1, iterations=40, truncates=False, **settings):
     changed = {"env_id": env_id, "env_kwargs": kwargs, "total_timesteps": 13 * 16 * iterations}
     args = replace(case.script.Args(), **PLAIN | changed | settings)
     path = case.script.train(args)["checkpoint"]
-    envs = case.script.make_envs(args)
+    envs = case.script.make_envs(args, 1)
     agent = case.script.Agent(args, envs.single_observation_space, case.count(envs.single_action_space))
     agent.load_state_dict(load(path)["agent"])
     states = np.array([[[cue, *np.eye(length)[t]] for cue in (-1, 1)] for t in range(length)], np.float32)

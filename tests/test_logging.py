@@ -40,7 +40,7 @@ def test_a_run(tmp_path, monkeypatch):
     """What a changed loss adds to the metrics is a curve; a name with a slash is its whole tag.
 
     It may be a number of NumPy: a checkpoint can be loaded all the same. The speed is that since the start.
-    Each minute a checkpoint is saved; where that fails, the last one is still there.
+    A checkpoint is saved at first, then each minute; where that fails, the last one is still there.
     """
     monkeypatch.chdir(tmp_path)
     clock = [0.0]
@@ -49,16 +49,16 @@ def test_a_run(tmp_path, monkeypatch):
     agent, state = DISCRETE.make_agent(args), DISCRETE.make_state(args)
     state.global_step = 1000
     written = DISCRETE.script.Run(args, agent, DISCRETE.make_optimizer(agent), state)
-    path = checkpoint_in(tmp_path)
     names = "kl", "grad_norm", "clipfrac", "explained_variance", "critic_error", "entropy", "first_approx_kl"
-    for clock[0], state.global_step, saved in ((30, 1100, 1000), (50, 1300, 1000), (80, 1500, 1500)):
+    for clock[0], state.global_step, saved in ((30, 1100, 1100), (50, 1300, 1100), (100, 1500, 1500)):
         metrics = dict.fromkeys(names, 1.0) | {"mine": np.float32(clock[0]), "charts/mine": 2 * clock[0]}
         written.log(metrics, [(5.0, 10)])
+        path = checkpoint_in(tmp_path)
         assert load(path)["state"]["global_step"] == saved
     data = curves(path.parent, left_out=())
-    assert data["losses/mine"] == {1100: 30, 1300: 50, 1500: 80}
-    assert data["charts/mine"] == {1100: 60, 1300: 100, 1500: 160}
-    assert data["charts/SPS"] == {1100: pytest.approx(100 / 30), 1300: 300 / 50, 1500: 500 / 80}
+    assert data["losses/mine"] == {1100: 30, 1300: 50, 1500: 100}
+    assert data["charts/mine"] == {1100: 60, 1300: 100, 1500: 200}
+    assert data["charts/SPS"] == {1100: pytest.approx(100 / 30), 1300: 300 / 50, 1500: 500 / 100}
 
     def full_disk(content, path):
         Path(path).write_bytes(b"half")

@@ -58,7 +58,7 @@ def play_all(agent, obs, starts, norm_obs=True):
 
 def collect(args, rollouts, between=lambda agent, rollout: None):
     """The agent, and copies of consecutive rollouts. `between` is called after each."""
-    envs = ppo_lstm.make_envs(args)
+    envs = ppo_lstm.make_envs(args, ppo_lstm.seed_everything(args.seed))
     space, num_actions = envs.single_observation_space, int(envs.single_action_space.n)
     agent = make_agent(args, space, num_actions)
     rollout = ppo_lstm.Rollout(args, space.shape[0], num_actions)
@@ -195,7 +195,8 @@ def test_episodes_do_not_leak(cell):
 def rollouts_of(args):
     """The agent, three consecutive rollouts, and the batch of the last one."""
     agent, copies = collect(args, 3)
-    return agent, copies, ppo_lstm.make_batch(copy.deepcopy(agent), copies[-1], args)
+    normalised = ppo_lstm.normalize_rollout(copy.deepcopy(agent), copies[-1], args)
+    return agent, copies, ppo_lstm.make_batch(copies[-1], *normalised, args)
 
 
 @each_cell
@@ -317,6 +318,11 @@ def test_load_policy(cell, tmp_path):
     np.testing.assert_array_equal([act(*row) for row in zip(obs, starts, strict=True)], expected)
     forgetful = np.array([act(rows, np.ones(3, bool)) for rows in obs])
     assert (forgetful != expected).mean() > 0.1
+    for rows in (2, 3, 1):  # other numbers of environments, where all start
+        np.testing.assert_array_equal(act(obs[0, :rows], True), expected[0, :rows])
+    with pytest.raises(ValueError, match="2 observations, but the memory of 1"):
+        act(obs[1, :2], np.zeros(2, bool))
+    assert act(obs[0, 0], True) == expected[0, 0]
 
 
 def test_evaluation_resets_the_memory_in_each_episode():
@@ -327,7 +333,11 @@ def test_evaluation_resets_the_memory_in_each_episode():
     def load_policy(*_):
         return lambda obs, start: told.append(start) or 0
 
-    with mock.patch.object(ppo_lstm, "load_policy", load_policy):
+    content = {"state": {"global_step": 5}}
+    with (
+        mock.patch.object(ppo_lstm, "load_policy", load_policy),
+        mock.patch.object(ppo_lstm, "load_checkpoint", lambda path: (args, content)),
+    ):
         ppo_lstm.evaluate("checkpoint.pt", args)
     lengths = [length for _, length in user_envs.LOG["episodes"]]
     assert told == [step == 0 for length in lengths for step in range(length)]

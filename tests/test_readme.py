@@ -185,7 +185,7 @@ def test_every_variant_is_accepted(script):
     assert len(variants) > 5
     for flags, also in variants:
         if script is ppo or f"{script.__name__}.py" in also:
-            script.check_args(tyro.cli(script.Args, args=shlex.split(flags)))
+            script.check(tyro.cli(script.Args, args=shlex.split(flags)))
 
 
 def test_links():

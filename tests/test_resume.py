@@ -2,17 +2,24 @@
 
 import itertools
 import os
+import re
 import shutil
+import signal
+import subprocess
+import sys
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 import user_envs
 from helpers import (
+    ATARI,
     CONTINUOUS,
     DISCRETE,
     ROOT,
     SMALL,
+    atari_too,
     call,
     checkpoint_in,
     curves,
@@ -110,7 +117,7 @@ def test_resumed_episodes_are_whole(tmp_path):
 
 def test_adapted_coefficients_continue(tmp_path):
     """A resumed run adapts the coefficient from where it was, at once."""
-    words = "--surrogate", "kl-penalty", "--adapt", "kl-coef", "--desired-kl", "1000"
+    words = "--surrogate", "kl-penalty", "--adapt", "kl-coef", "--desired-kl", "10"
     run(DISCRETE, tmp_path, *words, total_timesteps=400)
     path = checkpoint_in(tmp_path)
     before = curves(path.parent)["charts/kl_coef"]
@@ -146,6 +153,132 @@ def test_an_interrupted_update_is_not_saved(case, tmp_path, monkeypatch):
         assert contents[-1]["state"]["global_step"] == logged[-1]
         assert contents[-1]["agent"]["obs_moments.count"] == logged[-1]
     assert same(*contents)
+
+
+def interrupting(case, monkeypatch, iteration, numbers):
+    """Send these signals to this process at the start of the update of an iteration."""
+    ppo_update, count = case.script.update, itertools.count(1)
+
+    def update(*arguments):
+        if next(count) == iteration:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+        return ppo_update(*arguments)
+
+    monkeypatch.setattr(case.script, "update", update)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@atari_too
+def test_a_stopped_run_is_saved(case, number, tmp_path, monkeypatch):
+    """Ctrl-C and SIGTERM end it after the iteration, which is saved; it is not evaluated, and resumes."""
+    interrupting(case, monkeypatch, 2, [number])
+    words = flags(**STOPPED_ATARI if case is ATARI else STOPPED | {"env_id": case.walk})
+    done = call(case, tmp_path, *words)
+    assert done.status == 130
+    assert done.err == "" or "Traceback" not in done.err
+    path = checkpoint_in(tmp_path)
+    data = curves(path.parent)
+    assert load(path)["state"]["global_step"] == max(data["losses/kl"])
+    assert len(data["losses/kl"]) == 2
+    assert "eval/greedy_return" not in data
+    assert "evaluation return" not in done.out
+    (resume_words,) = re.findall(r"^resume: python \S+ (.*)$", done.out, re.M)
+    assert "--total-timesteps" not in resume_words
+    if case is not ATARI:
+        monkeypatch.undo()
+        resumed = call(case, tmp_path, *resume_words.split(), "--total-timesteps", 600)
+        assert resumed.status == 0
+        steps = int(re.search(r"after ([\d,]+) steps", resumed.out)[1].replace(",", ""))
+        assert 600 <= steps == load(path)["state"]["global_step"]
+
+
+STOPPED = SMALL | {"total_timesteps": 100_000}
+STOPPED_ATARI = {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "update_epochs": 1, "num_threads": 1}
+STOPPED_ATARI |= {"total_timesteps": 100_000, "env_id": "ALE/Pong-v5", "device": "cpu"}
+
+
+@each_script
+def test_a_second_ctrl_c_stops_at_once(case, tmp_path, monkeypatch):
+    """What the iteration before saved is still there."""
+    interrupting(case, monkeypatch, 3, [signal.SIGINT, signal.SIGINT])
+    with pytest.raises(KeyboardInterrupt):
+        run(case, tmp_path, total_timesteps=100_000)
+    path = checkpoint_in(tmp_path)
+    assert load(path)["state"]["global_step"] == min(curves(path.parent)["losses/kl"])  # the first one's
+
+
+@each_script
+def test_a_mistake_in_resuming_loses_nothing(case, trained, tmp_path, monkeypatch):
+    """Until a resumed run has made an iteration, its checkpoint stays as it was, with its settings."""
+    path = copied(trained(case).checkpoint, tmp_path)
+    before = load(path)
+    interrupting(case, monkeypatch, 1, [signal.SIGINT, signal.SIGINT])
+    with pytest.raises(KeyboardInterrupt):
+        resume(case, path, "--learning-rate=1")
+    assert same(load(path), before)
+    monkeypatch.undo()
+    monkeypatch.setattr(case.script, "make_envs", lambda *given: 1 / 0)
+    call(case, tmp_path, "--resume", path, "--env-id", case.walk, "--total-timesteps", 700, "--gamma", 0.5)
+    assert same(load(path), before)
+
+
+@memory_too
+def test_the_last_returns_are_saved(case, trained, tmp_path):
+    """The mean of 100 episodes continues where the run was stopped; so does what `train` returns."""
+    path = copied(trained(case).checkpoint, tmp_path)
+    before = load(path)["state"]["returns"]
+    assert 20 < len(before) <= 100
+    after, data = resume(case, path, total_timesteps=load(path)["state"]["global_step"] + 1)
+    new = after["state"]["returns"]
+    assert len(new) == min(100, len(before) + len(new) - len(before))
+    assert before[-20:] == [*new[: -len(new)], *new][len(before) - 20 : len(before)]
+    last = [*data["charts/episodic_return_100"].values()][-1]
+    assert last == pytest.approx(np.mean(new), rel=1e-5)
+
+
+@memory_too
+@pytest.mark.parametrize("word", ["--no-async-envs", "--async-envs"])
+def test_no_episode_is_repeated(case, word, tmp_path):
+    """Of environments that draw from the generators of Python and NumPy: the resumed run has new numbers."""
+    draws = case.walk.replace("Walk", "Draws")
+    seen = []
+    for total in (300, 700):
+        words = ["--resume", checkpoint_in(tmp_path)] if seen else flags(**SMALL)
+        words += ["--env-id", draws, "--total-timesteps", total, word]
+        assert call(case, tmp_path, *words).status == 0
+        seen.append(load(checkpoint_in(tmp_path))["agent"]["obs_moments.mean"])
+        if word == "--no-async-envs":
+            seen[-1] = {tuple(numbers) for numbers in user_envs.LOG["drawn"]}
+    if word == "--no-async-envs":
+        evaluated = {tuple(numbers) for numbers in user_envs.LOG["drawn"][-4:]}
+        assert len(seen[0]) > 100
+        assert len(seen[0] & seen[1]) <= 40  # those of the evaluations, which are the same
+        assert evaluated
+    else:
+        assert not torch.equal(*seen)
+
+
+@pytest.mark.slow
+def test_ctrl_c_reaches_workers_too(tmp_path):
+    """A terminal sends it to all processes of a run; the environments' workers must not die of it."""
+    words = ["--async-envs", "--num-envs", "3", "--num-minibatches", "2", "--total-timesteps", "1e7"]
+    process = subprocess.Popen(
+        [sys.executable, "-u", ROOT / "ppo.py", *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    lines = iter(process.stdout.readline, "")
+    assert any(" steps  " in line for line in lines)  # it trains
+    os.killpg(process.pid, signal.SIGINT)
+    rest = "".join(lines)
+    assert process.wait(60) == 130
+    assert "Traceback" not in rest
+    assert "resume: " in rest
+    assert load(checkpoint_in(tmp_path))["state"]["global_step"] > 0
 
 
 FAULTS = {

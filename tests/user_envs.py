@@ -3,19 +3,29 @@
 `--env-id user_envs:Walk-v0` has discrete actions, `user_envs:WalkBox-v0` continuous ones; so for each name.
 """
 
+import random
 from collections import defaultdict
 
 import gymnasium as gym
 import numpy as np
+import torch
 from gymnasium import spaces
 
 ACTIONS = {"discrete": spaces.Discrete(3), "box": spaces.Box(-2.0, 4.0, (1,))}
 VECTOR = spaces.Box(-5, 5, (3,), np.float32)
+
+
+class Custom(spaces.Space):
+    """A space that Gymnasium does not know."""
+
+
 OBSERVATIONS = {
     "vector": VECTOR,
     "discrete": spaces.Discrete(6),
     "dict": spaces.Dict(position=VECTOR, room=spaces.Discrete(4)),
     "image": spaces.Box(0, 255, (4, 4, 3), np.uint8),
+    "words": spaces.Dict(position=VECTOR, words=spaces.Sequence(spaces.Discrete(9))),
+    "unknown": spaces.Dict(position=VECTOR, unknown=Custom((2,), np.float32)),
 }
 # What all instances in this process did: seeds of resets, steps, and finished episodes as (return, length).
 LOG: dict[str, list] = defaultdict(list)
@@ -124,11 +134,77 @@ class Global(Walk):
         return np.float32([self.drawn, *np.random.random(2)])  # noqa: NPY002
 
 
+class Odd(Walk):
+    """Does what environments do that nobody expects, by `habit`; otherwise a Walk."""
+
+    def __init__(self, habit, **options):
+        super().__init__(**options)
+        self.habit = habit
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        if self.habit == "episode":  # its own word for something else
+            info["episode"] = {"r": 1000.0, "l": 1} if len(self.rewards) % 2 else 7
+            info["statistics"] = 3
+        elif self.habit == "float16":
+            reward = np.float16(reward)
+        elif self.habit == "vector":
+            reward = np.array([reward])
+        elif self.habit == "gradients":
+            x = torch.tensor(float(reward), requires_grad=True)
+            (x**2).backward()
+            reward = x.grad / 2
+        elif self.habit == "nothing":  # in one environment None, in another a number
+            info["found"] = None if self.rewards[0] > 1 else 3
+        elif self.habit == "memory":
+            info["image"] = Image()
+        return obs, reward, terminated, truncated, info
+
+
+class Image:
+    """Something large, of which there must not be many."""
+
+    alive = 0
+
+    def __init__(self):
+        Image.alive += 1
+
+    def __del__(self):
+        Image.alive -= 1
+
+
+class Bandit(gym.Env):
+    """Episodes of one step, with a reward of 100, or 101 for the last action."""
+
+    observation_space, action_space = spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.ones(2, np.float32), {}
+
+    def step(self, action):
+        return np.ones(2, np.float32), 100.0 + action, True, False, {}
+
+
+class Draws(Walk):
+    """Its episodes are of the global generators of Python and NumPy, which no seed of `reset` reaches."""
+
+    def observe(self):
+        obs = np.float32([random.random(), *np.random.random(2)])  # noqa: NPY002
+        LOG["drawn"].append(obs[:2].tolist())
+        return obs
+
+
 for kind in ACTIONS:
     ending = "Box-v0" if kind == "box" else "-v0"
     gym.register(f"Walk{ending}", Walk, kwargs={"action": kind})
     gym.register(f"Probe{ending}", Probe, kwargs={"action": kind})
+    gym.register(f"Odd{ending}", Odd, kwargs={"action": kind})
+    gym.register(f"Draws{ending}", Draws, kwargs={"action": kind})
+gym.register("Bandit-v0", Bandit)
 gym.register("Global-v0", Global)
+gym.register("Words-v0", Walk, kwargs={"observation": "words"})
+gym.register("Unknown-v0", Walk, kwargs={"observation": "unknown"})
 for name, space in (("Pairs-v0", spaces.MultiDiscrete([2, 3])), ("FromOne-v0", spaces.Discrete(3, start=1))):
     ACTIONS[name] = space
     gym.register(name, Walk, kwargs={"action": name})

@@ -5,13 +5,15 @@
 
 A unit is a function, a method, the rest of a class, or an assignment, at the top level of a script. Those of
 a script's original must stand in it word for word, but for those that `DIFFERENT` names: what differs on
-purpose, or has no place there. Fields of settings are compared one by one, by name and type; their defaults
-and texts may differ.
+purpose, or has no place there. Of the originals in `SHARED`, only the units named there are compared. Fields
+of settings are compared one by one, by name and type; their defaults and texts may differ. What a copied unit
+needs is imported, one name per line, which `ruff check --fix` joins to the other imports.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -24,27 +26,29 @@ ORIGINALS = {
     "ppo_lstm.py": "ppo.py",
     "grpo.py": "ppo_rlhf.py",
 }
+SHARED = {"ppo_rlhf.py": ("ppo.py", "STOP check_bounds stop")}  # script: another original, and its units
 DIFFERENT = {  # script: units of its original that differ there on purpose, or are absent
-    "ppo_continuous.py": "mlp Agent.__init__ Agent.policy log_prob entropy kl_divergence Batch State "
-    "ppo_loss Rollout.__init__ collect_rollout make_batch distance_moved update adjust_coefficients train "
-    "check_args make_envs load_policy --adapt",
-    "ppo_atari.py": "mlp RunningMoments RunningMoments.__init__ RunningMoments.update Agent Agent.__init__ "
-    "Agent.normalize Agent.policy Agent.value Batch ppo_loss Rollout Rollout.__init__ collect_rollout "
-    "scale_rewards make_batch distance_moved update train check_args "
-    "State adjust_coefficients make_env make_envs load_policy evaluate parse_args main",
-    "ppo_gpu.py": "CutOnce CutOnce.__init__ CutOnce.step RunningMoments.update Agent Agent.__init__ "
-    "Agent.normalize Agent.policy kl_divergence compute_gae Batch State ppo_loss Rollout Rollout.__init__ "
-    "collect_rollout scale_rewards normalize_rollout make_batch compute_gradients update "
-    "adjust_coefficients train compiled seed_everything check_args make_env make_envs rescale "
-    "Run.__init__ Run.log Run.finish restore load_policy evaluate "
-    "parse_args print_commands main",
-    "ppo_lstm.py": "mlp Agent Agent.__init__ Agent.policy Agent.value Batch State ppo_loss Rollout "
-    "Rollout.__init__ collect_rollout make_batch distance_moved update adjust_coefficients train check_args "
-    "load_policy evaluate",
-    "grpo.py": "PRETRAINED SHOWN ScalarModel ScalarModel.__init__ ScalarModel.forward Models "
+    "ppo_continuous.py": "BOUNDS mlp Agent.__init__ Agent.policy log_prob entropy kl_divergence Batch State "
+    "ppo_loss Rollout.__init__ act collect_rollout mean_kl update adjust_coefficients train compiled "
+    "check_settings check make_envs load_policy --adapt",
+    "ppo_atari.py": "BOUNDS mlp RunningMoments RunningMoments.__init__ RunningMoments.update Agent "
+    "Agent.__init__ Agent.normalizer Agent.normalize Agent.policy Agent.value Batch State ppo_loss Rollout "
+    "Rollout.__init__ act collect_rollout normalize_rollout make_batch mean_kl compute_gradients update "
+    "adjust_coefficients train compiled check_settings check make_env flat_space DropInfo DropInfo.reset "
+    "DropInfo.step to_float make_envs load_policy evaluate parse_args main",
+    "ppo_gpu.py": "CutOnce CutOnce.__init__ CutOnce.step BOUNDS RunningMoments.update Agent.__init__ "
+    "Agent.normalizer Agent.normalize Agent.policy kl_divergence compute_gae Batch State ppo_loss Rollout "
+    "Rollout.__init__ act collect_rollout normalize_rollout make_batch compute_gradients update "
+    "adjust_coefficients train compiled seed_everything hashed check_settings check make_env flat_space "
+    "DropInfo DropInfo.reset DropInfo.step to_float make_envs rescale Run.log Run.finish load_policy "
+    "evaluate parse_args print_commands main",
+    "ppo_lstm.py": "BOUNDS mlp Agent Agent.__init__ Agent.policy Agent.value Batch State ppo_loss Rollout "
+    "Rollout.__init__ act collect_rollout make_batch mean_kl compute_gradients update adjust_coefficients "
+    "train compiled check_settings load_policy evaluate",
+    "grpo.py": "BOUNDS PRETRAINED SHOWN ScalarModel ScalarModel.__init__ ScalarModel.forward Models "
     "Models.__init__ Task score whiten token_rewards compute_gae Batch ppo_loss collect update train "
     "evaluate PRODUCTS (TONES,GOOD,BAD) WORDS make_reviews write_review human tastes learn_to_write "
-    "learn_from_comparisons fit load_pretrained check_args",
+    "learn_from_comparisons fit load_pretrained check",
 }
 
 
@@ -81,6 +85,17 @@ def fields(text: str) -> dict[str, str]:
     return {ast.unparse(part.target): ast.unparse(part.annotation) for part in parts}
 
 
+def imports(text: str) -> dict[str, str]:
+    """The statement that imports each name, at the top level of a script."""
+    found = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            source = f"from {node.module} import " if isinstance(node, ast.ImportFrom) else "import "
+            for alias in node.names:
+                found[(alias.asname or alias.name).split(".")[0]] = source + ast.unparse(alias)
+    return found
+
+
 def cut(text: str, span: tuple[int, int]) -> str:
     """The lines of a span, without blank ones at its end."""
     return "\n".join(text.splitlines()[slice(*span)]).rstrip()
@@ -98,32 +113,46 @@ def drifted(original: str, copy: str, different: set[str]) -> list[str]:
 
 
 def fixed(original: str, copy: str, different: set[str]) -> str:
-    """The copy with the original's version of every unit that drifted; a missing one is inserted."""
-    previous = ""
+    """The copy with the original's version of every unit that drifted, and what those units import.
+
+    A missing unit is inserted after the one that it follows in the original.
+    """
+    previous, written = "", ""
     for name, span in units(original).items():
         places = units(copy)  # anew: every replacement moves the lines below it
-        lines, new = copy.splitlines(), cut(original, span).splitlines()
-        if name in different:
-            pass
-        elif name in places:
-            first, end = places[name]
-            blank = end - first - len(cut(copy, places[name]).splitlines())
-            lines[first:end] = new + [""] * blank
-        elif previous:
-            gap = [""] if "." in name else ["", ""]
-            lines[places[previous][1] : places[previous][1]] = [*gap, *new]
+        lines, new = copy.splitlines(), cut(original, span)
+        is_right = name in places and cut(copy, places[name]) == new
+        if name not in different and not is_right:
+            written += new
+            if name in places:
+                first, end = places[name]
+                blank = end - first - len(cut(copy, places[name]).splitlines())
+                lines[first:end] = new.splitlines() + [""] * blank
+            elif previous:
+                gap = [""] if "." in name else ["", ""]
+                lines[places[previous][1] : places[previous][1]] = [*gap, *new.splitlines()]
         copy = "\n".join(lines) + "\n"
         previous = name if name in units(copy) else previous
-    return copy
+    words, known = set(re.findall(r"\w+", written)), imports(copy)
+    lacking = [line for name, line in imports(original).items() if name in words and name not in known]
+    lines = copy.splitlines()
+    body = ast.parse(copy).body
+    first = min(node.lineno for node in body if isinstance(node, ast.Import))
+    lines[first - 1 : first - 1] = lacking
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """The command line."""
     drift = False
-    for script, source in ORIGINALS.items():
+    pairs = [(script, source, set(DIFFERENT[script].split())) for script, source in ORIGINALS.items()]
+    for script, (source, names) in SHARED.items():
+        others = units((ROOT / source).read_text()).keys() - set(names.split())
+        flags = {f"--{name}" for name in fields((ROOT / source).read_text())}
+        pairs.append((script, source, others | flags))
+    for script, source, different in pairs:
         original, path = (ROOT / source).read_text(), ROOT / script
         copy, names = path.read_text(), units(original).keys()
-        different = set(DIFFERENT[script].split())
         if "--fix" in sys.argv:
             copy = fixed(original, copy, different)
             path.write_text(copy)
@@ -133,6 +162,11 @@ def main() -> None:
         for name in sorted(name for name in different - names if not name.startswith("--")):
             drift = True
             print(f"tools/copies.py: {source} has no {name}")
+        ours, theirs = units(original), units(copy)
+        for name in sorted(different & ours.keys() & theirs.keys()) if script in ORIGINALS else []:
+            if cut(original, ours[name]) == cut(copy, theirs[name]):
+                drift = True
+                print(f"tools/copies.py: {name} of {script} is as in {source}: DIFFERENT need not name it")
     sys.exit(drift)
 
 

@@ -52,10 +52,16 @@ ppo_atari.py --total-timesteps 2048 --num-threads 1 --eval-episodes 2
 ppo_atari.py --total-timesteps 2048 --num-threads 1 --eval-episodes 2 --bfloat16
 ppo_atari.py --total-timesteps 2048 --num-threads 1 --eval-episodes 2 --env-id PongNoFrameskip-v4 --clip-vloss
 ppo_atari.py --total-timesteps 1024 --num-threads 1 then --total-timesteps 2048 --num-threads 1
+ppo_lstm.py --total-timesteps 8000
+ppo_lstm.py --total-timesteps 6000 --env-id Acrobot-v1 --cell gru --no-norm-obs --no-norm-rewards
+ppo_lstm.py --total-timesteps 5000 then --total-timesteps 10000
 ppo_gpu.py --device cpu --total-timesteps 50000
 ppo_gpu.py --device cpu --total-timesteps 50000 --num-envs 64 --num-steps 32
+ppo_gpu.py --device cpu --total-timesteps 50000 then --total-timesteps 100000
 ppo_rlhf.py --total-episodes 1024
+ppo_rlhf.py --total-episodes 512 then --total-episodes 1024
 grpo.py --total-episodes 1024
+grpo.py --total-episodes 1024 then --total-episodes 2048
 """
 
 
@@ -124,6 +130,8 @@ def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -
 def main(commit: str, /, only: str = "") -> None:
     """Compare the scripts of this folder with those of a commit."""
     commands = [line for line in RUNS.strip().splitlines() if only in line]
+    if not commands:
+        sys.exit(f"no run has {only!r} in its command")
     differing = 0
     with tempfile.TemporaryDirectory() as temporary:
         scripts = Path(temporary, "scripts")
