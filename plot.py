@@ -199,7 +199,9 @@ def compare(runs: pd.DataFrame, args: Args) -> None:
     columns = "environment", "experiment", "steps", "seeds", "interquartile mean", "95% interval"
     print(pd.DataFrame(table, columns=columns).to_string(index=False))
     tags = " or ".join(sorted({curve.tag.iloc[0] for curve in runs.curve}))
-    print(f"{tags}: mean of the last 10% of the steps that all seeds have. Intervals of few seeds are too narrow.")
+    print(
+        f"{tags}: mean of the last 10% of the steps that all seeds have. Intervals of few seeds are narrow."
+    )
 
 
 def main() -> None:

@@ -558,7 +558,7 @@ def check_settings(args: Args) -> None:
 
 def check(args: Args) -> None:
     """Raise `ValueError` for what cannot be trained or evaluated, before anything is written."""
-    if not args.evaluate:
+    if not (args.resume or args.evaluate):
         check_settings(args)
     if args.eval_episodes < 1:
         raise ValueError("--eval-episodes must be at least 1")
@@ -585,6 +585,8 @@ def check(args: Args) -> None:
             Agent(args, obs_space, int(actions.n)).load_state_dict(content["agent"])
         except RuntimeError as error:
             raise ValueError(f"{path} is of another script or size, or not for {args.env_id}") from error
+    if args.resume:  # only now: another script's checkpoint may have settings that are right there
+        check_settings(args)
 
 
 # ------------------------------------------------- Environments --------------------------------------------

@@ -303,7 +303,7 @@ def run(case, folder, *words, **settings):
     small = {name: value for name, value in SMALL.items() if name in known}
     if "--resume" in words or "--evaluate" in words:
         small = {}
-    done = call(case, folder, *flags(env_id=case.walk, **small | settings), *words)
+    done = call(case, folder, *flags(**{"env_id": case.walk} | small | settings), *words)
     assert (done.status, done.err) == (0, "")
     return done
 

@@ -1,9 +1,13 @@
 """The command line: refusals, help, what a run prints, and that the same seed gives the same run."""
 
+import itertools
+import math
+import os
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -26,6 +30,15 @@ from helpers import (
     run,
     same,
 )
+
+import grpo
+import plot
+import ppo
+import ppo_atari
+import ppo_continuous
+import ppo_gpu
+import ppo_lstm
+import ppo_rlhf
 
 REFUSALS = {  # words of the command, and what the refusal must say
     "--num-envs 0": "--num-envs must be at least 1, not 0",
@@ -97,6 +110,96 @@ def test_refusals(words, tmp_path):
 def test_refusals_of_other_scripts(case, words, expected, tmp_path):
     """What is not the same in all scripts."""
     assert_refused(case, tmp_path, words.split(), expected)
+
+
+SCRIPTS = ppo, ppo_continuous, ppo_atari, ppo_lstm, ppo_gpu, ppo_rlhf, grpo
+OPTIONAL = "target_kl", "target_entropy"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_bounds(script):
+    """Each number is refused by its flag's name outside its limits, and if it is NaN; defaults pass."""
+    kinds = "int", "float", int, float
+    numbers = {setting.name for setting in fields(script.Args) if setting.type in kinds}
+    assert numbers | {*OPTIONAL} >= script.BOUNDS.keys() >= numbers
+    defaults = [getattr(script, name) for name in ("PRETRAINED", "OTHERS") if hasattr(script, name)]
+    for args in (script.Args(), *defaults):
+        script.check_bounds(args)
+    for name, (low, high) in script.BOUNDS.items():
+        flag = f"--{name.replace('_', '-')} must be "
+        wrong = [low - 1, math.nan] + ([high * 2 + 1] if high < math.inf else [])
+        for value in wrong:
+            with pytest.raises(ValueError, match=flag):
+                script.check_bounds(replace(script.Args(), **{name: value}))
+        for value in (low, min(high, 1e9)):
+            script.check_bounds(replace(script.Args(), **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [(DISCRETE, "--update-epochs 99"), (CONTINUOUS, "--clip-coef 0.7"), (LSTM, "--max-grad-norm -1"),
+     (ATARI, "--gae-lambda 3"), (DISCRETE, "--total-timesteps nan"), (CONTINUOUS, "--learning-rate -1")],
+)  # fmt: skip
+def test_a_setting_out_of_bounds_is_refused(case, words, tmp_path):
+    """In one line, before anything is written."""
+    assert_refused(case, tmp_path, words.split(), f"{words.split()[0]} must be")
+
+
+def test_a_program_may_raise_the_bounds(tmp_path, monkeypatch):
+    """To study what is refused."""
+    monkeypatch.setitem(ppo.BOUNDS, "clip_coef", (0, 1000))
+    run(DISCRETE, tmp_path, clip_coef=500)
+
+
+def test_the_folder_of_a_run_is_its_checkpoint(trained, tmp_path):
+    """For --evaluate and --resume, on the command line and in Python."""
+    folder = trained(DISCRETE).checkpoint.parent
+    shown = call(DISCRETE, tmp_path, "--evaluate", folder, "--env-id", DISCRETE.walk)
+    assert (shown.status, shown.out.count("evaluation return")) == (0, 1)
+    assert ppo.Args(resume=str(folder)).resume == str(folder / "checkpoint.pt")
+    assert grpo.Args(resume=str(folder)).resume == str(folder / "checkpoint.pt")
+
+
+def test_a_file_in_the_place_of_runs(tmp_path):
+    """It is said before training begins."""
+    (tmp_path / "runs").touch()
+    done = call(DISCRETE, tmp_path, "--total-timesteps", 300)
+    assert (done.status, done.out) == (2, "")
+    assert "runs is a file" in done.err
+
+
+def test_compiling_without_a_compiler(tmp_path, monkeypatch):
+    """One line, which names it."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for case in (DISCRETE, CONTINUOUS):
+        assert_refused(case, tmp_path, ["--compile"], "no-such-compiler")
+
+
+@memory_too
+def test_minutes_left(case, tmp_path, monkeypatch):
+    """At a minute per iteration of at most 128 transitions, 1,280 take some ten minutes."""
+    clock = itertools.count(0, 60)
+    monkeypatch.setattr(case.script.time, "monotonic", lambda: next(clock))
+    printed = run(case, tmp_path, total_timesteps=1280).out
+    left = [int(minutes) for minutes in re.findall(r"(\d+) min left", printed)]
+    assert 3 <= left[0] <= 40
+    assert max(left) <= 40
+    assert left[-1] == 0
+
+
+def test_the_program_that_runs_is_copied_too(tmp_path):
+    """So that `plot.py` tells apart the runs of a program that was edited in between."""
+    program = "import ppo\nppo.train(ppo.Args(num_steps=16, total_timesteps=300, seed={}))\n# {}\n"
+    for seed, text in ((1, "first"), (2, "second")):
+        (tmp_path / "mine.py").write_text(program.format(seed, text))
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "mine.py"]
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    folders = sorted(path.parent for path in tmp_path.glob("runs/*/checkpoint.pt"))
+    assert [(folder / "mine.py").read_text()[-7:-1].strip() for folder in folders] == ["first", "second"]
+    assert all((folder / "ppo.py").is_file() for folder in folders)
+    counts = plot.load_runs((str(tmp_path / "runs"),), "losses/kl").groupby("experiment").size()
+    assert counts.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--evaluate"])

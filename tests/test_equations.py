@@ -198,6 +198,59 @@ def test_equal_advantages():
     assert metrics["policy_loss"] == gradient.abs().max() == 0
 
 
+# Networks
+
+
+def new_agent(case):
+    """An agent as training begins with it."""
+    torch.manual_seed(0)
+    args = case.make_args()
+    if case is ATARI:
+        return case.script.Agent(args, 6)
+    return case.script.Agent(args, spaces.Box(-np.inf, np.inf, (D,), np.float32), case.num_actions)
+
+
+ALL = DISCRETE, CONTINUOUS, ATARI, LSTM
+
+
+@pytest.mark.parametrize("case", ALL, ids=repr)
+def test_initial_weights(case):
+    """Biases are 0, and weights orthogonal: W Wᵀ is a multiple of the identity, 2 in hidden layers.
+
+    Those of an LSTM's gates have no gain. The actor's last layer is near 0, the critic's is 1.
+    """
+    agent = new_agent(case)
+    for name, layer in agent.named_modules():
+        if not hasattr(layer, "weight"):
+            continue
+        last = layer.weight.shape[0] in (1, case.num_actions, 6)
+        expected = (1.0 if "critic" in name else 1e-4) if last else 2.0
+        matrix = layer.weight.detach().flatten(1)
+        product = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
+        torch.testing.assert_close(product, expected * torch.eye(len(product)), rtol=0, atol=1e-4)
+    assert not any(p.any() for name, p in agent.named_parameters() if "bias" in name)
+
+
+@pytest.mark.parametrize("case", ALL, ids=repr)
+def test_the_first_policy(case):
+    """Discrete: nearly uniform, in all states. Continuous: means near 0, deviations of --init-log-std."""
+    agent = new_agent(case)
+    obs = torch.randn(50, D)
+    with torch.no_grad():
+        if case is CONTINUOUS:
+            means, log_stds = agent.policy(obs).chunk(2, -1)
+            assert means.abs().max() < 0.05
+            assert log_stds.unique().tolist() == [-0.5]
+        elif case is DISCRETE:
+            assert agent.policy(obs).exp().sub(1 / 4).abs().max() < 0.01
+        elif case is ATARI:
+            images = torch.randint(256, (5, 4, 84, 84), dtype=torch.uint8)
+            assert agent(images)[0].exp().sub(1 / 6).abs().max() < 0.01
+        else:
+            policy, _, _ = agent.step(obs, torch.ones(50, dtype=torch.bool), torch.zeros(2, 50, 64))
+            assert policy.exp().sub(1 / 4).abs().max() < 0.01
+
+
 # Running statistics
 
 
@@ -322,14 +375,15 @@ def test_adapt(case, name, factor, bounds):
         assert after[name] == bounds[(factor > 1) == (kl > 0.5)]
 
 
-def test_adapted_learning_rate_stays_below_the_scheduled():
+@pytest.mark.parametrize("case", [DISCRETE, CONTINUOUS], ids=repr)
+def test_adapted_learning_rate_stays_below_the_scheduled(case):
     """--learning-rate, annealed, is its upper limit, to the end."""
-    args = DISCRETE.make_args(adapt="learning-rate", total_timesteps=1000, learning_rate=0.004)
+    args = case.make_args(adapt="learning-rate", total_timesteps=1000, learning_rate=0.004)
     same, rises, falls, last = (750, 5e-4, 0.02), (750, 5e-4, 0.001), (750, 0.009, 0.02), (999, 1e-5, 0.02)
     for (step, rate, kl), expected in ((same, 5e-4), (rises, 7.5e-4), (falls, 1e-3), (last, 4e-6)):
-        state = DISCRETE.make_state(args)
+        state = case.make_state(args)
         state.global_step, state.learning_rate = step, rate
-        rates = adjusted(args, state, kl=kl, entropy=1.0)
+        rates = adjusted(args, state, case.script, kl=kl, entropy=1.0)
         assert rates["learning_rate"] == pytest.approx(expected)
 
 

@@ -3,7 +3,10 @@
 import contextlib
 import copy
 import inspect
+import itertools
+import os
 import re
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -509,6 +512,42 @@ def test_video(tmp_path):
     refused = call(tmp_path, "--capture-video", **SMALL)
     assert refused.status == 2
     assert "environments with render" in refused.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_is_saved(number, trained, tmp_path, monkeypatch):
+    """Training ends after the iteration, without an evaluation; resumed, it goes on as if it had not been."""
+    collect, count = ppo.collect_rollout, itertools.count(1)
+
+    def interrupted(*given):
+        if next(count) == 3:
+            os.kill(os.getpid(), number)
+        return collect(*given)
+
+    monkeypatch.setattr(ppo, "collect_rollout", interrupted)
+    done = call(tmp_path, **SMALL | {"env_id": "Pendulum", "total_timesteps": 7680})
+    assert done.status == 130
+    assert "evaluation" not in done.out
+    path = checkpoint_in(tmp_path)
+    assert load(path)["state"]["global_step"] == 3 * 128
+    monkeypatch.undo()
+    assert call(tmp_path, "--resume", path.parent, device="cpu").status == 0
+    for name in ("agent", "optimizer", "state", "random"):
+        assert same(load(path)[name], load(trained.path)[name]), name
+
+
+def test_acting_with_dropout_is_seen(tmp_path, monkeypatch):
+    """The warning of the other scripts, once."""
+
+    class Agent(ppo.Agent):
+        def __init__(self, *given):
+            super().__init__(*given)
+            self.actor = torch.nn.Sequential(torch.nn.Dropout(0.05), self.actor)
+
+    warning = "acting and learning do not compute the same policy"
+    assert warning not in run(tmp_path / "a")[0]
+    monkeypatch.setattr(ppo, "Agent", Agent)
+    assert run(tmp_path / "b", hidden_size=64)[0].count(warning) == 1
 
 
 def test_nan_is_named(tmp_path):

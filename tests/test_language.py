@@ -8,6 +8,7 @@ import math
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -866,6 +867,37 @@ def test_an_interrupted_run_resumes_bit_for_bit(script, where, saved, folder, tm
             assert same(ours[name], theirs[name]), name
         assert curves(path.parent) == curves(whole.parent)
         assert completions(path) == completions(whole)
+
+
+@both
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_is_saved(script, number, folder, tmp_path, monkeypatch):
+    """Training ends after the iteration, without an evaluation; resumed, it goes on bit for bit."""
+    args, calls = real_args(script, folder, total_episodes=128, num_minibatches=2), []
+    command(script, tmp_path / "whole", *words(script, args))
+    update = script.update
+
+    def interrupted(*arguments):
+        calls.append(0)
+        if len(calls) == 3:
+            os.kill(os.getpid(), number)
+        return update(*arguments)
+
+    monkeypatch.setattr(script, "update", interrupted)
+    done = command(script, tmp_path / "parts", *words(script, args))
+    assert done.status == 130
+    assert "--total-episodes" not in done.out.partition("resume: ")[2]
+    whole, path = checkpoint_in(tmp_path / "whole"), checkpoint_in(tmp_path / "parts")
+    assert load(path)["episodes"] == 96
+    monkeypatch.setattr(script, "update", update)
+    more = "--reward-function", *args.reward_function
+    assert command(script, tmp_path, "--resume", path.parent, *more).status == 0
+    for name in ("weights", "optimizer", "episodes"):
+        assert same(load(path)[name], load(whole)[name]), name
+    assert curves(path.parent) == curves(whole.parent)
+    over = command(script, tmp_path, "--resume", path, *more)  # it is finished
+    assert (over.status, over.err.count("\n")) == (2, 1)
+    assert "128 responses: raise --total-episodes" in over.err
 
 
 def test_human_taste():

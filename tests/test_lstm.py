@@ -336,7 +336,7 @@ def test_evaluation_resets_the_memory_in_each_episode():
     content = {"state": {"global_step": 5}}
     with (
         mock.patch.object(ppo_lstm, "load_policy", load_policy),
-        mock.patch.object(ppo_lstm, "load_checkpoint", lambda path: (args, content)),
+        mock.patch.object(ppo_lstm, "load_checkpoint", return_value=(args, content)),
     ):
         ppo_lstm.evaluate("checkpoint.pt", args)
     lengths = [length for _, length in user_envs.LOG["episodes"]]

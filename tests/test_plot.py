@@ -158,3 +158,30 @@ def test_equal_numbers_are_one_experiment(tmp_path, monkeypatch):
         ("CartPole-v1", "ppo, steps None"): 1,
         ("CartPole-v1", "ppo, steps unknown"): 1,
     }
+
+
+def test_the_table_cuts_all_seeds_at_the_same_step(tmp_path, monkeypatch, capsys):
+    """The last 10% are those of the shortest; what a longer one did later does not count."""
+    monkeypatch.chdir(tmp_path)
+    for seed, end in ((1, 1000), (2, 920)):
+        points = [(step, float(step)) for step in range(20, end + 1, 20)]
+        write(Path("runs", OURS.format(seed, 0)), points)
+    run(monkeypatch, "runs", "--compare")
+    line = capsys.readouterr().out.splitlines()[1].split()
+    assert line[2:5] == ["920", "2", "880"]  # the mean of 840, 860, ..., 920, in both
+
+
+def test_the_middle_half_counts(tmp_path, monkeypatch, capsys):
+    """Of 8 seeds, the interquartile mean leaves out the two lowest and the two highest."""
+    monkeypatch.chdir(tmp_path)
+    for seed, value in enumerate([0, 1, 10, 11, 12, 13, 1000, 2000]):
+        write(Path("runs", OURS.format(seed, 0)), [(100, value), (200, value)])
+    run(monkeypatch, "runs", "--compare")
+    assert capsys.readouterr().out.splitlines()[1].split()[4] == "11.5"
+
+
+def test_smoothing_does_not_look_ahead():
+    """Each value is the mean of those of the window that ends there."""
+    curve = plot.pd.DataFrame({"steps": np.arange(10.0), "value": [0.0] * 5 + [8.0] * 5})
+    smoothed = plot.smooth(curve, "steps", 3, np.arange(10.0))
+    assert smoothed.tolist() == [0, 0, 0, 0, 0, 2, 4, 6, 8, 8]

@@ -12,6 +12,7 @@ from gymnasium import spaces
 from helpers import (
     CONTINUOUS,
     DISCRETE,
+    LSTM,
     D,
     RewardScale,
     checkpoint_in,
@@ -23,6 +24,7 @@ from helpers import (
     memory_too,
     normalized,
     run,
+    same,
     weights,
 )
 from stable_baselines3 import PPO
@@ -93,6 +95,29 @@ def test_statistics_change_only_after_acting_and_learning_agree(case):
             np.testing.assert_allclose(moments.var, data.var(0), rtol=1e-3, atol=1e-4)
             assert moments.count == len(data)
     envs.close()
+
+
+@memory_too
+def test_making_a_batch_changes_nothing(case):
+    """It may be made again, as recomputed advantages are: it is the same, and no statistics move."""
+    args = case.make_args()
+    if case is LSTM:
+        space = spaces.Box(-np.inf, np.inf, (D,), np.float32)
+        agent = case.script.Agent(args, space, case.num_actions)
+        rollout = case.script.Rollout(args, D, case.num_actions)
+        rollout.valid[:] = True
+        rollout.obs[:] = np.random.default_rng(1).normal(size=rollout.obs.shape)
+        given = ()
+    else:
+        agent = case.make_agent(args)
+        rollout, given = case.make_rollout(args, agent), (agent,)
+    normalised = case.script.normalize_rollout(agent, rollout, args)
+    before = copy.deepcopy(agent.state_dict())
+    one, other = (case.script.make_batch(*given, rollout, *normalised, args) for _ in range(2))
+    assert all(map(torch.equal, one, other))
+    assert same(before, agent.state_dict())
+    normalised = case.script.normalize_rollout(agent, rollout, args)
+    assert not same(before, agent.state_dict())
 
 
 # update
