@@ -699,14 +699,14 @@ class Run:
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
+        if now - self.last_save > 60:
+            self.save()
         if step >= args.total_timesteps or now - self.last_print > 5:
             self.last_print = now
             shown = f"return {np.mean(known):.5g}" if known else "no episode has ended yet"
             minutes = max(args.total_timesteps - step, 0) / speed / 60
             line = f"{step:>10,} steps  {shown}  KL {max(metrics['kl'], 0):.4f}"
             print(f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", flush=True)
-        if now - self.last_save > 60:
-            self.save()
 
     def finish(self) -> dict:
         """Save, evaluate unless the run was stopped, and close the log. Returns the results."""

@@ -43,7 +43,7 @@ else:
 rollout = random_rollout(args, agent, 4)
 sums = share([rollout.sums], 2)
 rollout = ppo.Rollout(*share(rollout[:-1], 1), *sums)
-batch = ppo.make_batch(agent, rollout, args)
+batch = ppo.make_batch(agent, rollout, *ppo.normalize_rollout(agent, rollout), args)
 optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
 orders = torch.arange(len(batch.obs)).expand(args.update_epochs, -1)
 kept["metrics"] = {name: x.item() for name, x in ppo.update(agent, optimizer, batch, orders, args).items()}
@@ -52,10 +52,10 @@ kept["weights"] = weights(agent)
 if ppo.PROCESSES > 1:
     make_batch = ppo.make_batch
 
-    def watched(agent, rollout, args):
+    def watched(agent, rollout, *given):
         kept["trained"] = agent.state_dict()  # in place: the last weights
         kept["obs"] = rollout.obs.clone()
-        return make_batch(agent, rollout, args)
+        return make_batch(agent, rollout, *given)
 
     ppo.make_batch = watched
     ppo.train(make_args(total_timesteps=2048))

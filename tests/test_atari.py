@@ -407,7 +407,7 @@ def test_a_policy_and_a_video(tmp_path):
     settings = {"env_id": "ALE/MsPacman-v5", "env_kwargs": '{"max_num_frames_per_episode": 600}'}
     args = make_args(**settings, eval_episodes=3, clip_rewards=False)
     agent, path = make_agent(args, 9), tmp_path / "checkpoint.pt"
-    torch.save({"args": vars(args), "agent": agent.state_dict()}, path)
+    torch.save({"args": vars(args), "agent": agent.state_dict(), "state": {"global_step": 7}}, path)
     policy = ppo.load_policy(path)
     obs = np.random.default_rng(0).integers(0, 256, (5, 4, 84, 84), dtype=np.uint8)
     with torch.no_grad():

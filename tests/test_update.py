@@ -360,7 +360,7 @@ def test_compiled_gradients_are_those_of_eager(case, surrogate):
     for i, size in enumerate([len(batch.obs), 30, 29, 17, 4]):
         state.kl_coef = 1 + 0.5 * i
         if case is DISCRETE:
-            state.clip_coef, state.ent_coef = 0.3 / (i + 1), 0.1 * i
+            state.clip_coef, state.ent_coef = 0.3 - 0.04 * i, 0.1 * i
         minibatch, metrics, gradients = case.script.Batch(*(column[:size] for column in batch)), [], []
         for agent, compute in zip(agents, computes, strict=True):
             agent.zero_grad()
@@ -369,7 +369,7 @@ def test_compiled_gradients_are_those_of_eager(case, surrogate):
         torch.testing.assert_close(metrics[0], metrics[1], rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-5)
         assert 0 < metrics[0]["clipfrac"] < 1
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs + 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= graphs + 2  # not one for each value
 
 
 def test_floor_of_the_standard_deviation():
