@@ -173,6 +173,18 @@ def speed_table(speeds: pd.DataFrame) -> Iterator[Row]:
         }
 
 
+def device_table() -> Iterator[Row]:
+    """Single runs on a GPU."""
+    for run in pd.read_csv(experiments.DATA / "gpu.csv", keep_default_na=False).itertuples():
+        yield {
+            "`python ...`": f"`{run.command}`",
+            "transitions": f"{run.transitions:,}" + (f" ({run.note})" if run.note else ""),
+            "transitions per second": f"{run.speed:,}",
+            "last 100 training episodes": run.training,
+            "greedy": run.greedy,
+        }
+
+
 def markdown(rows: Iterable[Row]) -> str:
     """A table as Markdown; its head is that of the first row. Columns without any entry are left out."""
     rows = list(rows)
@@ -191,6 +203,7 @@ def tables() -> dict[str, str]:
     made["mujoco"] = [*returns(results, names, experiments.MUJOCO, "sb3-rl-zoo-mujoco")]
     made["atari"] = [*atari_table(results)]
     made["gpu"] = [*returns(results, ["gpu"], [experiments.PENDULUMS], "")]
+    made["device"] = [*device_table()]
     made["speed"] = [*speed_table(load_speeds())]
     rows = made["classic"] + made["mujoco"] + made["atari"]
     made["summary"] = [row for row in rows if row["environment, steps"] in SUMMARY]

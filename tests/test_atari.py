@@ -329,6 +329,16 @@ def test_a_batch():
     assert metrics["kl"] == pytest.approx((np.exp(old) * (old - new)).sum(-1).mean(), rel=1e-3)
 
 
+@pytest.mark.parametrize(("target_kl", "epochs"), [(1e-9, 1), (1e9, 3), (None, 3)])
+def test_target_kl_stops_the_epochs(target_kl, epochs):
+    """After the first epoch whose last minibatch is above it."""
+    args = make_args(update_epochs=3, num_minibatches=2, learning_rate=1e-3, target_kl=target_kl)
+    agent, steps = make_agent(args), []
+    agent.critic.weight.register_hook(steps.append)  # called in each backward pass
+    learn(agent, make_rollout(args, agent), args)
+    assert len(steps) == 2 * epochs
+
+
 def test_minibatches():
     """Each epoch permutes all rows."""
     args = make_args(update_epochs=2)
