@@ -20,12 +20,12 @@ use your own, register it and name it (`--env-id my_module:MyEnv-v0`), or change
   [Matters] Engstrom et al. 2020, "Implementation Matters in Deep Policy Gradients", arXiv:2005.12729
   [37]      Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog
 
-PPO comes first, in the order of the paper, up to `train`, which repeats:
+PPO comes first: networks, equations, then the algorithm up to `train`, which repeats:
 
-    adjust_coefficients    sets the learning rate, ε, β and c₂ of this iteration, by their schedules
+    adjust_coefficients    sets the learning rate, ε, β and c₂, by their schedules or by the last update
     collect_rollout        acts for T steps in N environments, and fills the rollout
     normalize_rollout      normalises observations and rewards, and updates the running statistics
-    make_batch             estimates advantages (compute_gae), and flattens the rollout
+    make_batch             estimates values and advantages (compute_gae), and flattens the rollout
     update                 takes K epochs of gradient steps on minibatches, each on the loss of ppo_loss
 
 Shapes: T steps per rollout, N environments, D numbers per observation, A actions, B transitions in a batch.
@@ -92,8 +92,8 @@ class Args:  # the trailing comments become --help
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
     clip_vloss: bool = False  # also clip the change of the value to ±ε ([Matters], §3)
     kl_coef: float = 1.0  # β: weight of the KL penalty
-    adapt: Literal["none", "kl-coef", "clip-coef", "learning-rate"] = "none"  # adapt this to --desired-kl
-    desired_kl: float = 0.01  # KL divergence per iteration that --adapt aims at, in nats
+    adapt: Literal["none", "kl-coef", "clip-coef", "learning-rate"] = "none"  # adapt this to the KL
+    desired_kl: float = 0.01  # KL divergence per iteration at which --adapt aims, in nats
     target_kl: float | None = None  # stop an iteration after an epoch whose KL divergence exceeds this
     ent_coef: float = 0.01  # c₂: weight of the entropy bonus
     anneal_ent_coef: bool = False  # decay the entropy coefficient linearly to 0
@@ -106,7 +106,7 @@ class Args:  # the trailing comments become --help
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds numbers of Python only
+            if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds plain Python numbers
                 setattr(self, name, value.item())
         for name in ("resume", "evaluate"):  # the folder of a run will do
             path = getattr(self, name)
@@ -115,7 +115,8 @@ class Args:  # the trailing comments become --help
 
 
 # Limits of the settings, both included. With more than 30 epochs, or ε above 0.3, the policy moves too far
-# from the one that collected the data. To study what is refused, change this table in your program.
+# from the one that collected the data. To study what is refused, change this table in your program. A number
+# of your own in Args is checked once it has an entry here.
 BOUNDS = {
     "seed": (0, 2**31), "eval_episodes": (1, math.inf), "num_envs": (1, math.inf), "num_steps": (2, math.inf),
     "total_timesteps": (1, 1e15), "learning_rate": (0, 1), "gamma": (0, 1), "gae_lambda": (0, 1),
@@ -155,7 +156,7 @@ class RunningMoments(nn.Module):
 
 
 class Agent(nn.Module):
-    """Actor and critic, with the running statistics they depend on: a saved agent is complete."""
+    """Actor and critic, with the running statistics that normalise their inputs and the rewards."""
 
     def __init__(self, args: Args, obs_space: gym.spaces.Box, num_actions: int):
         super().__init__()
@@ -168,7 +169,7 @@ class Agent(nn.Module):
         self.unit_obs = nn.Buffer(torch.from_numpy(unit), persistent=False)
 
     def normalizer(self) -> Callable[[Tensor], Tensor]:
-        """`normalize`, prepared for many calls: with the statistics as they are now."""
+        """A fast `normalize`, with the statistics as they are at this call."""
         if not self.norm_obs:
             return lambda obs: obs
         mean = torch.where(self.unit_obs, 0, self.obs_moments.mean)
@@ -181,7 +182,8 @@ class Agent(nn.Module):
 
     def policy(self, obs: Tensor) -> Tensor:
         """π(·|s), as log-probabilities [..., A], for normalised observations [..., D]."""
-        return torch.log_softmax(self.actor(obs), -1)  # to forbid an action: logit -1e8, not -inf
+        # To forbid an action, set its logit to -1e8 here: with -inf, the entropy would be NaN.
+        return torch.log_softmax(self.actor(obs), -1)
 
     def value(self, obs: Tensor) -> Tensor:
         """V(s) [...] for normalised observations [..., D]."""
@@ -242,7 +244,7 @@ class Batch(NamedTuple):
 
 @dataclass
 class State:
-    """What changes during training besides the networks."""
+    """Coefficients and progress, as a checkpoint has them besides the networks and the optimizer."""
 
     learning_rate: float
     clip_coef: float
@@ -255,7 +257,7 @@ class State:
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss to minimise ([PPO], equation 9, negated), and metrics."""
+    """The loss to minimise, and metrics: [PPO], equation 9, negated, with ½ in the value loss."""
     policy, values = agent.policy(batch.obs), agent.value(batch.obs)
     advantages = batch.advantages
     if args.norm_adv:
@@ -276,12 +278,12 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tens
 
     entropies = entropy(policy)
     loss = (policy_losses + args.vf_coef * value_losses - state.ent_coef * entropies).mean()
-    with torch.no_grad():  # approx_kl is k3 of Schulman 2020, "Approximating KL Divergence"
+    with torch.no_grad():  # scalars, averaged over the gradient steps, then logged as losses/<name>
         metrics = {
             "policy_loss": policy_losses.mean(),
             "value_loss": value_losses.mean(),
             "entropy": entropies.mean(),
-            "approx_kl": (ratio - 1 - log_ratio).mean(),
+            "approx_kl": (ratio - 1 - log_ratio).mean(),  # k3 of Schulman 2020, "Approximating KL Divergence"
             "clipfrac": ((ratio - 1).abs() > state.clip_coef).float().mean(),
         }
     return loss, metrics
@@ -313,15 +315,16 @@ class Rollout:
         self.truncated = np.zeros(shape, bool)
         self.valid = np.zeros(shape, bool)
         self.discounted_returns = np.zeros(shape, np.float32)  # for normalize_rollout
-        self.episode_returns = np.zeros(args.num_envs)  # of the episodes under way; in float64
+        self.episode_returns = np.zeros(args.num_envs)  # of the unfinished episodes, in float64
         self.episode_lengths = np.zeros(args.num_envs, np.int64)
 
 
 @torch.inference_mode()
 def act(agent: Agent, obs: Tensor, noise: Tensor) -> tuple[Tensor, np.ndarray]:
-    """π(·|s) [N, A], as log-probabilities, and actions [N] drawn from it, for normalised observations [N, D].
+    """For normalised observations [N, D]: π(·|s) [N, A], as log-probabilities, and actions [N] drawn from it.
 
-    argmax(log π + noise) is a sample from π if the noise [N, A] has a Gumbel distribution.
+    argmax(log π + noise) is a sample from π if the noise [N, A] has a Gumbel distribution. Actions must be
+    drawn from exactly the policy that is returned: the ratio is to that one.
     """
     policy = agent.policy(obs)
     return policy, (policy + noise).argmax(-1).cpu().numpy()
@@ -337,7 +340,7 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
     gumbel = -torch.empty(rollout.policies.shape).exponential_().log()  # all at once is faster
     obs[0] = obs[-1]
     for t, noise in enumerate(gumbel.to(args.device)):
-        valid[t] = ~(terminated[t - 1] | truncated[t - 1])  # for t = 0, row -1 is of the previous rollout
+        valid[t] = ~(terminated[t - 1] | truncated[t - 1])  # at t = 0: the previous rollout's last row
         seen = normalize(torch.as_tensor(obs[t], device=args.device))
         rollout.policies[t], actions[t] = act(agent, seen, noise)
         obs[t + 1], step_rewards, terminated[t], truncated[t], _ = envs.step(actions[t])
@@ -357,32 +360,43 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
 def normalize_rollout(agent: Agent, rollout: Rollout, args: Args) -> tuple[Tensor, Tensor]:
     """Normalised observations [T+1, N, D] and scaled rewards [T, N]. Updates the running statistics.
 
-    Rewards are divided by the running std of the discounted return R_t = γ R_{t-1} + r_t, which starts from 0
-    in each episode, and clipped to ±10 ([Matters], §3).
+    Observations are normalised by the statistics that acting used, before they are updated. Rewards are
+    divided by the running std, after its update, of the discounted return R_t = γ R_{t-1} + r_t, which starts
+    from 0 in each episode, and clipped to ±10 ([Matters], §3).
     """
     tensor = partial(torch.as_tensor, device=args.device)
     raw_obs, rewards, valid = tensor(rollout.obs), tensor(rollout.rewards), tensor(rollout.valid)
     obs = agent.normalize(raw_obs)
-    agent.obs_moments.update(raw_obs[:-1][valid])  # only now: acting and learning use the same statistics
+    agent.obs_moments.update(raw_obs[:-1][valid])
     if args.norm_rewards:
-        returns = rollout.discounted_returns
-        for t in range(args.num_steps):  # for t = 0, row -1 is of the previous rollout
-            returns[t] = (args.gamma * returns[t - 1] + rollout.rewards[t]) * rollout.valid[t]
-        agent.return_moments.update(tensor(returns[rollout.valid]).unsqueeze(-1))
+        discounted = rollout.discounted_returns
+        for t in range(args.num_steps):  # at t = 0: the previous rollout's last row
+            discounted[t] = (args.gamma * discounted[t - 1] + rollout.rewards[t]) * rollout.valid[t]
+        agent.return_moments.update(tensor(discounted[rollout.valid]).unsqueeze(-1))
         rewards = (rewards * torch.rsqrt(agent.return_moments.var + 1e-8)).clamp(-10, 10)
     return obs, rewards
 
 
 @torch.no_grad()
 def make_batch(agent: Agent, rollout: Rollout, obs: Tensor, rewards: Tensor, args: Args) -> Batch:
-    """The transitions of a rollout, without filler rows, from its normalised observations and rewards."""
+    """The transitions of a rollout, without filler rows, with values and advantages of the current critic.
+
+    `obs` and `rewards` are what `normalize_rollout` returned.
+    """
     tensor = partial(torch.as_tensor, device=args.device)
     actions, valid = tensor(rollout.actions), tensor(rollout.valid)
     terminated, truncated = tensor(rollout.terminated), tensor(rollout.truncated)
     values = agent.value(obs)
     advantages, returns = compute_gae(rewards, values, terminated, truncated, args.gamma, args.gae_lambda)
-    columns = obs[:-1], actions, rollout.policies, values[:-1], advantages, returns, rewards
-    return Batch(*(column[valid] for column in columns))
+    return Batch(
+        obs=obs[:-1][valid],
+        actions=actions[valid],
+        old_policy=rollout.policies[valid],
+        old_values=values[:-1][valid],
+        advantages=advantages[valid],
+        returns=returns[valid],
+        rewards=rewards[valid],
+    )
 
 
 @torch.no_grad()
@@ -392,7 +406,7 @@ def mean_kl(agent: Agent, batch: Batch) -> float:
 
 
 def compute_gradients(agent: Agent, minibatch: Batch, args: Args, state: State) -> dict[str, Tensor]:
-    """Compute the gradients of the loss, clipped to --max-grad-norm. Returns metrics."""
+    """Compute the gradients of the loss, clipped to --max-grad-norm, in the agent. Returns metrics."""
     loss, metrics = ppo_loss(agent, minibatch, args, state)
     loss.backward()
     metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
@@ -402,8 +416,11 @@ def compute_gradients(agent: Agent, minibatch: Batch, args: Args, state: State) 
 def update(
     agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, args: Args, state: State
 ) -> dict[str, float]:
-    """K epochs of gradient steps on shuffled minibatches, by `compute_gradients`. Returns mean metrics."""
-    errors = batch.advantages  # return - V_old(s)
+    """K epochs of gradient steps on shuffled minibatches, each by `compute`, which is `compute_gradients`.
+
+    Returns metrics: of the data, means over the gradient steps, and the KL divergence after the last.
+    """
+    errors = batch.advantages  # of the critic: return - V_old(s)
     metrics = {
         "charts/learning_rate": state.learning_rate,
         "charts/clip_coef": state.clip_coef,
@@ -433,7 +450,7 @@ def update(
 
 
 def adjust_coefficients(state: State, args: Args) -> None:
-    """Set the coefficients of an iteration: by their schedules, or adapted to the last iteration."""
+    """Set the coefficients in the state for an iteration, by their schedules or by the last update."""
     remaining = max(0, 1 - state.global_step / args.total_timesteps)
     scheduled_lr = args.learning_rate * (remaining if args.anneal_lr else 1)
     if args.adapt != "learning-rate":
@@ -444,7 +461,7 @@ def adjust_coefficients(state: State, args: Args) -> None:
         state.kl_coef = args.kl_coef
     if args.target_entropy is None:
         state.ent_coef = args.ent_coef * (remaining if args.anneal_ent_coef else 1)
-    if state.kl is None or state.entropy is None:
+    if state.kl is None or state.entropy is None:  # before the first update
         return
 
     too_far, too_short = state.kl > 1.5 * args.desired_kl, state.kl < args.desired_kl / 1.5
@@ -452,7 +469,7 @@ def adjust_coefficients(state: State, args: Args) -> None:
         state.kl_coef = min(max(state.kl_coef * (2 if too_far else 0.5), 1e-4), 1e4)
     if args.adapt == "clip-coef" and (too_far or too_short):
         state.clip_coef = min(max(state.clip_coef * (0.5 if too_far else 2), 0.01), 0.3)
-    if args.adapt == "learning-rate":  # Rudin et al. 2022, arXiv:2109.11978
+    if args.adapt == "learning-rate":  # by the factor of Rudin et al. 2022, arXiv:2109.11978
         factor = 1 / 1.5 if too_far else 1.5 if too_short else 1
         state.learning_rate = min(max(state.learning_rate * factor, 1e-5), scheduled_lr)
     if args.target_entropy is not None and abs(state.entropy - args.target_entropy) > 0.05:
@@ -461,10 +478,11 @@ def adjust_coefficients(state: State, args: Args) -> None:
 
 
 def train(args: Args) -> dict:
-    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is killed, a minute is lost at the most.
+    """PPO ([PPO], Algorithm 1), then a greedy evaluation. A kill loses a minute or an iteration of training.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
-    `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`.
+    `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`. It seeds
+    the global random generators, sets the number of PyTorch's threads, and writes to runs/.
     """
     check(args)
     torch.set_num_threads(1)  # for small networks, one is fastest
@@ -591,7 +609,12 @@ def check(args: Args) -> None:
     actions = env.action_space
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
         raise ValueError(f"{args.env_id} has {actions}: see ppo_continuous.py (Box) or docs/recipes.md")
-    obs_space = flat_space(env)
+    try:
+        obs_space = gym.spaces.flatten_space(env.observation_space)
+    except NotImplementedError:  # of a kind that Gymnasium does not know
+        obs_space = None
+    if not isinstance(obs_space, gym.spaces.Box):
+        raise ValueError(f"{env.observation_space} does not flatten to a vector: see docs/recipes.md")
     if path := args.resume or args.evaluate:
         _, content = load_checkpoint(path)
         try:
@@ -610,17 +633,6 @@ def make_env(args: Args, **kwargs) -> gym.Env:
     return gym.make(args.env_id, **json.loads(args.env_kwargs) | kwargs)
 
 
-def flat_space(env: gym.Env) -> gym.spaces.Box:
-    """The space of an environment's observations as vectors. Raises `ValueError` if they cannot be that."""
-    try:
-        space = gym.spaces.flatten_space(env.observation_space)
-    except NotImplementedError:
-        space = None
-    if not isinstance(space, gym.spaces.Box):
-        raise ValueError(f"{env.observation_space} does not flatten to a vector: see docs/recipes.md")
-    return space
-
-
 class DropInfo(gym.Wrapper):
     """Drops the info, which nothing here reads: to join it takes time, and fails where types differ."""
 
@@ -633,12 +645,12 @@ class DropInfo(gym.Wrapper):
 
 
 def to_float(reward: Any) -> float:
-    """A reward as a number of Python: it may be an array or a tensor with one element."""
+    """A reward as a plain number: it may be an array or a tensor with one element."""
     return float(reward.item() if hasattr(reward, "item") else reward)
 
 
 def make_envs(args: Args, seed: int) -> VectorEnv:
-    """N environments, in this process or in one each. Observations are flat, dicts in alphabetical order."""
+    """N environments, here or in a process each. Observations are flat, dicts in alphabetical order."""
     main_process = os.getpid()
 
     def make(index: int) -> gym.Env:
@@ -690,24 +702,29 @@ class Run:
         self.last_save = time.monotonic()
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
-        """Log an iteration, print progress, and save a checkpoint: after the first, then every minute."""
+        """Log an iteration, print progress, and save after the first and then every minute.
+
+        Adds the episodes to the state's returns. Raises `FloatingPointError` if the loss is not finite.
+        """
         if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
             raise FloatingPointError(
-                "the loss or its gradient is NaN or infinite: try a lower --learning-rate"
+                "the loss is NaN or infinite: --learning-rate is too high, or a logit -inf"
             )
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
-            print("KL > 0 before the first gradient step: acting and learning do not compute the same policy")
+            print(
+                "acting and learning do not compute the same policy: look for a mask, or dropout, in only one"
+            )
             self.warned = True
-        args, step, known, now = self.args, self.state.global_step, self.state.returns, time.monotonic()
+        args, state, step, now = self.args, self.state, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
         if episodes:
             returns, lengths = np.transpose(episodes)
-            known[:] = [*known, *returns.tolist()][-100:]
+            state.returns = [*state.returns, *returns.tolist()][-100:]
             scalars["charts/episodic_return"] = returns.mean()
             scalars["charts/episodic_return_std"] = returns.std()
             scalars["charts/episodic_return_min"] = returns.min()
             scalars["charts/episodic_return_max"] = returns.max()
-            scalars["charts/episodic_return_100"] = float(np.mean(known))
+            scalars["charts/episodic_return_100"] = float(np.mean(state.returns))
             scalars["charts/episodic_length"] = lengths.mean()
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
         for tag, value in scalars.items():
@@ -716,9 +733,9 @@ class Run:
             self.save()
         if step >= args.total_timesteps or now - self.last_print > 5:
             self.last_print = now
-            shown = f"return {np.mean(known):.5g}" if known else "no episode has ended yet"
+            average = f"return {np.mean(state.returns):.5g}" if state.returns else "no episode has ended yet"
             minutes = max(args.total_timesteps - step, 0) / speed / 60
-            line = f"{step:>10,} steps  {shown}  KL {max(metrics['kl'], 0):.4f}"
+            line = f"{step:>10,} steps  {average}  KL {max(metrics['kl'], 0):.4f}"
             print(f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", flush=True)
 
     def finish(self) -> dict:

@@ -21,7 +21,7 @@ It trains on any game of the Arcade Learning Environment (ALE), under DeepMind's
   [DQN]     Mnih et al. 2015, "Human-level control through deep reinforcement learning", Nature 518
   [ALE]     Machado et al. 2018, "Revisiting the Arcade Learning Environment", arXiv:1709.06009
 
-PPO comes first, in the order of the paper, up to `train`, which repeats:
+PPO comes first: networks, equations, then the algorithm up to `train`, which repeats:
 
     collect_rollout        acts for T steps in N environments, and fills the rollout
     make_batch             estimates advantages (compute_gae), and flattens the rollout
@@ -98,7 +98,7 @@ class Args:  # the trailing comments become --help
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds numbers of Python only
+            if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds plain Python numbers
                 setattr(self, name, value.item())
         for name in ("resume", "evaluate"):  # the folder of a run will do
             path = getattr(self, name)
@@ -107,7 +107,8 @@ class Args:  # the trailing comments become --help
 
 
 # Limits of the settings, both included. With more than 30 epochs, or ε above 0.3, the policy moves too far
-# from the one that collected the data. To study what is refused, change this table in your program.
+# from the one that collected the data. To study what is refused, change this table in your program. A number
+# of your own in Args is checked once it has an entry here.
 BOUNDS = {
     "seed": (0, 2**31), "eval_episodes": (1, math.inf), "num_threads": (1, 1024), "num_envs": (1, math.inf),
     "num_steps": (2, math.inf), "total_timesteps": (1, 1e15), "learning_rate": (0, 1), "gamma": (0, 1),
@@ -206,7 +207,7 @@ class Batch(NamedTuple):
 
 @dataclass
 class State:
-    """What changes during training besides the networks."""
+    """Coefficients and progress, as a checkpoint has them besides the networks and the optimizer."""
 
     learning_rate: float
     global_step: int = 0  # transitions so far
@@ -219,7 +220,7 @@ def mean(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss to minimise ([PPO], equation 9, negated), and metrics."""
+    """The loss to minimise, and metrics: [PPO], equation 9, negated, with ½ in the value loss."""
     policy, values = agent(batch.obs)
     advantages = batch.advantages
     if args.norm_adv:
@@ -240,12 +241,12 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, 
     entropies = entropy(policy)
     shares = batch.weights / batch.weights.sum().clamp(min=1)  # weights in a mean
     loss = (policy_losses + args.vf_coef * value_losses - args.ent_coef * entropies) @ shares
-    with torch.no_grad():  # approx_kl is k3 of Schulman 2020, "Approximating KL Divergence"
+    with torch.no_grad():  # scalars, averaged over the gradient steps, then logged as losses/<name>
         metrics = {
             "policy_loss": policy_losses @ shares,
             "value_loss": value_losses @ shares,
             "entropy": entropies @ shares,
-            "approx_kl": (ratio - 1 - log_ratio) @ shares,
+            "approx_kl": (ratio - 1 - log_ratio) @ shares,  # k3 of Schulman 2020
             "clipfrac": ((ratio - 1).abs() > args.clip_coef).type_as(shares) @ shares,
         }
     return loss, metrics
@@ -299,7 +300,7 @@ def collect_rollout(envs: VectorEnv, forward: Callable, rollout: Rollout, args: 
     gumbel = -torch.empty(rollout.policies.shape).exponential_().log()  # all at once is faster
     obs[0] = obs[-1]
     for t, noise in enumerate(gumbel.to(args.device)):
-        valid[t] = ~(terminated[t - 1] | truncated[t - 1])  # for t = 0, row -1 is of the previous rollout
+        valid[t] = ~(terminated[t - 1] | truncated[t - 1])  # at t = 0: the previous rollout's last row
         rollout.policies[t], rollout.values[t], actions[t] = act(forward, obs[t], noise)
         images, rewards[t], terminated[t], truncated[t], info = envs.step(actions[t])
         obs[t + 1] = torch.as_tensor(images)
@@ -311,18 +312,25 @@ def collect_rollout(envs: VectorEnv, forward: Callable, rollout: Rollout, args: 
 
 
 def make_batch(rollout: Rollout, args: Args) -> Batch:
-    """Estimate the advantages of a rollout, and flatten it to a batch, where filler rows weigh 0."""
+    """All rows of a rollout, with advantages; filler rows weigh 0."""
     tensor = partial(torch.as_tensor, device=args.device)
     obs, policy, values, rewards = rollout.obs, rollout.policies, rollout.values, tensor(rollout.rewards)
     actions, valid = tensor(rollout.actions), tensor(rollout.valid)
     terminated, truncated = tensor(rollout.terminated), tensor(rollout.truncated)
     advantages, returns = compute_gae(rewards, values, terminated, truncated, args.gamma, args.gae_lambda)
-    columns = obs[:-1], actions, policy, values[:-1], advantages, returns, valid.float()
-    return Batch(*(column.flatten(0, 1) for column in columns))
+    return Batch(
+        obs=obs[:-1].flatten(0, 1),
+        actions=actions.flatten(),
+        old_policy=policy.flatten(0, 1),
+        old_values=values[:-1].flatten(),
+        advantages=advantages.flatten(),
+        returns=returns.flatten(),
+        weights=valid.float().flatten(),
+    )
 
 
 def compute_gradients(agent: Agent, minibatch: Batch, args: Args) -> dict[str, Tensor]:
-    """Compute the gradients of the loss, clipped to --max-grad-norm. Returns metrics."""
+    """Compute the gradients of the loss, clipped to --max-grad-norm, in the agent. Returns metrics."""
     agent.zero_grad()
     loss, metrics = ppo_loss(agent, minibatch, args)
     loss.backward()
@@ -394,7 +402,7 @@ def recorded(function: Callable, *examples: Tensor) -> Callable:
 
 
 def train(args: Args) -> dict:
-    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is killed, a minute is lost at the most.
+    """PPO ([PPO], Algorithm 1), then a greedy evaluation. A kill loses a minute or an iteration of training.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
     `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`.
@@ -613,24 +621,29 @@ class Run:
         self.last_save = time.monotonic()
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
-        """Log an iteration, print progress, and save a checkpoint: after the first, then every minute."""
+        """Log an iteration, print progress, and save after the first and then every minute.
+
+        Adds the episodes to the state's returns. Raises `FloatingPointError` if the loss is not finite.
+        """
         if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
             raise FloatingPointError(
-                "the loss or its gradient is NaN or infinite: try a lower --learning-rate"
+                "the loss is NaN or infinite: --learning-rate is too high, or a logit -inf"
             )
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
-            print("KL > 0 before the first gradient step: acting and learning do not compute the same policy")
+            print(
+                "acting and learning do not compute the same policy: look for a mask, or dropout, in only one"
+            )
             self.warned = True
-        args, step, known, now = self.args, self.state.global_step, self.state.returns, time.monotonic()
+        args, state, step, now = self.args, self.state, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
         if episodes:
             returns, lengths = np.transpose(episodes)
-            known[:] = [*known, *returns.tolist()][-100:]
+            state.returns = [*state.returns, *returns.tolist()][-100:]
             scalars["charts/episodic_return"] = returns.mean()
             scalars["charts/episodic_return_std"] = returns.std()
             scalars["charts/episodic_return_min"] = returns.min()
             scalars["charts/episodic_return_max"] = returns.max()
-            scalars["charts/episodic_return_100"] = float(np.mean(known))
+            scalars["charts/episodic_return_100"] = float(np.mean(state.returns))
             scalars["charts/episodic_length"] = lengths.mean()
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
         for tag, value in scalars.items():
@@ -639,9 +652,9 @@ class Run:
             self.save()
         if step >= args.total_timesteps or now - self.last_print > 5:
             self.last_print = now
-            shown = f"return {np.mean(known):.5g}" if known else "no episode has ended yet"
+            average = f"return {np.mean(state.returns):.5g}" if state.returns else "no episode has ended yet"
             minutes = max(args.total_timesteps - step, 0) / speed / 60
-            line = f"{step:>10,} steps  {shown}  KL {max(metrics['kl'], 0):.4f}"
+            line = f"{step:>10,} steps  {average}  KL {max(metrics['kl'], 0):.4f}"
             print(f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", flush=True)
 
     def finish(self) -> dict:

@@ -21,12 +21,12 @@ To use your own, register it and name it (`--env-id my_module:MyEnv-v0`), or cha
   [Study]   Andrychowicz et al. 2021, "What Matters In On-Policy Reinforcement Learning?", arXiv:2006.05990
   [37]      Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog
 
-PPO comes first, in the order of the paper, up to `train`, which repeats:
+PPO comes first: networks, equations, then the algorithm up to `train`, which repeats:
 
-    adjust_coefficients    sets the learning rate and β of this iteration
+    adjust_coefficients    sets the learning rate and β, by the schedule or by the last update
     collect_rollout        acts for T steps in N environments, and fills the rollout
     normalize_rollout      normalises observations and rewards, and updates the running statistics
-    make_batch             estimates advantages (compute_gae), and flattens the rollout; again in each epoch
+    make_batch             estimates values and advantages (compute_gae), and flattens the rollout
     update                 takes K epochs of gradient steps on minibatches, each on the loss of ppo_loss
 
 Shapes: T steps per rollout, N environments, D numbers per observation, A per action, B transitions per batch.
@@ -93,8 +93,8 @@ class Args:  # the trailing comments become --help
     surrogate: Literal["clip", "kl-penalty"] = "clip"  # clipped ratio ([PPO], §3) or KL penalty ([PPO], §4)
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
     kl_coef: float = 1.0  # β: weight of the KL penalty
-    adapt: Literal["none", "kl-coef", "learning-rate"] = "learning-rate"  # adapt this to --desired-kl
-    desired_kl: float = 0.03  # KL divergence per iteration that --adapt aims at, in nats
+    adapt: Literal["none", "kl-coef", "learning-rate"] = "learning-rate"  # adapt this to the KL
+    desired_kl: float = 0.03  # KL divergence per iteration at which --adapt aims, in nats
     ent_coef: float = 0.0  # c₂: weight of the entropy bonus
     vf_coef: float = 0.25  # c₁: weight of the value loss, ½ (V - return)²
     max_grad_norm: float = 0.5  # clip the gradient to this global norm
@@ -106,7 +106,7 @@ class Args:  # the trailing comments become --help
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds numbers of Python only
+            if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds plain Python numbers
                 setattr(self, name, value.item())
         for name in ("resume", "evaluate"):  # the folder of a run will do
             path = getattr(self, name)
@@ -115,7 +115,8 @@ class Args:  # the trailing comments become --help
 
 
 # Limits of the settings, both included. With more than 30 epochs, or ε above 0.3, the policy moves too far
-# from the one that collected the data. To study what is refused, change this table in your program.
+# from the one that collected the data. To study what is refused, change this table in your program. A number
+# of your own in Args is checked once it has an entry here.
 BOUNDS = {
     "seed": (0, 2**31), "eval_episodes": (1, math.inf), "num_envs": (1, math.inf), "num_steps": (2, math.inf),
     "total_timesteps": (1, 1e15), "learning_rate": (0, 1), "gamma": (0, 1), "gae_lambda": (0, 1),
@@ -155,7 +156,7 @@ class RunningMoments(nn.Module):
 
 
 class Agent(nn.Module):
-    """Actor and critic, with the running statistics they depend on: a saved agent is complete."""
+    """Actor and critic, with the running statistics that normalise their inputs and the rewards."""
 
     def __init__(self, args: Args, obs_space: gym.spaces.Box, action_size: int):
         super().__init__()
@@ -169,7 +170,7 @@ class Agent(nn.Module):
         self.unit_obs = nn.Buffer(torch.from_numpy(unit), persistent=False)
 
     def normalizer(self) -> Callable[[Tensor], Tensor]:
-        """`normalize`, prepared for many calls: with the statistics as they are now."""
+        """A fast `normalize`, with the statistics as they are at this call."""
         if not self.norm_obs:
             return lambda obs: obs
         mean = torch.where(self.unit_obs, 0, self.obs_moments.mean)
@@ -242,7 +243,7 @@ class Batch(NamedTuple):
     obs: Tensor  # [B, D], normalised
     actions: Tensor  # [B, A]
     old_policy: Tensor  # [B, 2A], π_old(·|s) as means and log standard deviations
-    old_values: Tensor  # [B], V_old(s)
+    old_values: Tensor  # [B], V(s), of the critic when the batch was made
     advantages: Tensor  # [B]
     returns: Tensor  # [B]
     rewards: Tensor  # [B], scaled
@@ -250,7 +251,7 @@ class Batch(NamedTuple):
 
 @dataclass
 class State:
-    """What changes during training besides the networks."""
+    """Coefficients and progress, as a checkpoint has them besides the networks and the optimizer."""
 
     learning_rate: float
     kl_coef: float
@@ -260,7 +261,7 @@ class State:
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss to minimise ([PPO], equation 9, negated), and metrics."""
+    """The loss to minimise, and metrics: [PPO], equation 9, negated, with ½ in the value loss."""
     policy, values = agent.policy(batch.obs), agent.value(batch.obs)
     advantages = batch.advantages
     if args.norm_adv:
@@ -277,12 +278,12 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tens
     value_losses = 0.5 * (values - batch.returns).square()
     entropies = entropy(policy)
     loss = (policy_losses + args.vf_coef * value_losses - args.ent_coef * entropies).mean()
-    with torch.no_grad():  # approx_kl is k3 of Schulman 2020, "Approximating KL Divergence"
+    with torch.no_grad():  # scalars, averaged over the gradient steps, then logged as losses/<name>
         metrics = {
             "policy_loss": policy_losses.mean(),
             "value_loss": value_losses.mean(),
             "entropy": entropies.mean(),
-            "approx_kl": (ratio - 1 - log_ratio).mean(),
+            "approx_kl": (ratio - 1 - log_ratio).mean(),  # k3 of Schulman 2020, "Approximating KL Divergence"
             "clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean(),
         }
     return loss, metrics
@@ -320,9 +321,10 @@ class Rollout:
 
 @torch.inference_mode()
 def act(agent: Agent, obs: Tensor, noise: Tensor) -> tuple[Tensor, np.ndarray]:
-    """π(·|s) [N, 2A] and actions [N, A] drawn from it, for normalised observations [N, D].
+    """For normalised observations [N, D]: π(·|s) [N, 2A], as `Agent.policy` gives it, and actions [N, A].
 
-    They are μ + σ · noise, where the noise [N, A] has a standard normal distribution.
+    They are μ + σ · noise, where the noise [N, A] has a standard normal distribution. Actions must be drawn
+    from exactly the policy that is returned: the ratio is to that one.
     """
     policy = agent.policy(obs)
     means, log_stds = policy.chunk(2, -1)
@@ -339,7 +341,7 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
     normal = torch.randn(actions.shape)  # all at once is faster
     obs[0] = obs[-1]
     for t, noise in enumerate(normal.to(args.device)):
-        valid[t] = ~(terminated[t - 1] | truncated[t - 1])  # for t = 0, row -1 is of the previous rollout
+        valid[t] = ~(terminated[t - 1] | truncated[t - 1])  # at t = 0: the previous rollout's last row
         seen = normalize(torch.as_tensor(obs[t], device=args.device))
         rollout.policies[t], actions[t] = act(agent, seen, noise)
         env_actions = rescale(actions[t], envs.single_action_space)
@@ -361,36 +363,47 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
 def normalize_rollout(agent: Agent, rollout: Rollout, args: Args) -> tuple[Tensor, Tensor]:
     """Normalised observations [T+1, N, D] and scaled rewards [T, N]. Updates the running statistics.
 
-    Rewards are divided by the running std of the discounted return R_t = γ R_{t-1} + r_t, which starts from 0
-    in each episode, and clipped to ±10 ([Matters], §3).
+    Observations are normalised by the statistics that acting used, before they are updated. Rewards are
+    divided by the running std, after its update, of the discounted return R_t = γ R_{t-1} + r_t, which starts
+    from 0 in each episode, and clipped to ±10 ([Matters], §3).
     """
     tensor = partial(torch.as_tensor, device=args.device)
     raw_obs, rewards, valid = tensor(rollout.obs), tensor(rollout.rewards), tensor(rollout.valid)
     obs = agent.normalize(raw_obs)
-    agent.obs_moments.update(raw_obs[:-1][valid])  # only now: acting and learning use the same statistics
+    agent.obs_moments.update(raw_obs[:-1][valid])
     if args.norm_rewards:
-        returns = rollout.discounted_returns
-        for t in range(args.num_steps):  # for t = 0, row -1 is of the previous rollout
-            returns[t] = (args.gamma * returns[t - 1] + rollout.rewards[t]) * rollout.valid[t]
-        agent.return_moments.update(tensor(returns[rollout.valid]).unsqueeze(-1))
+        discounted = rollout.discounted_returns
+        for t in range(args.num_steps):  # at t = 0: the previous rollout's last row
+            discounted[t] = (args.gamma * discounted[t - 1] + rollout.rewards[t]) * rollout.valid[t]
+        agent.return_moments.update(tensor(discounted[rollout.valid]).unsqueeze(-1))
         rewards = (rewards * torch.rsqrt(agent.return_moments.var + 1e-8)).clamp(-10, 10)
     return obs, rewards
 
 
 @torch.no_grad()
 def make_batch(agent: Agent, rollout: Rollout, obs: Tensor, rewards: Tensor, args: Args) -> Batch:
-    """The transitions of a rollout, without filler rows, from its normalised observations and rewards."""
+    """The transitions of a rollout, without filler rows, with values and advantages of the current critic.
+
+    `obs` and `rewards` are what `normalize_rollout` returned.
+    """
     tensor = partial(torch.as_tensor, device=args.device)
     actions, valid = tensor(rollout.actions), tensor(rollout.valid)
     terminated, truncated = tensor(rollout.terminated), tensor(rollout.truncated)
     values = agent.value(obs)
     advantages, returns = compute_gae(rewards, values, terminated, truncated, args.gamma, args.gae_lambda)
-    columns = obs[:-1], actions, rollout.policies, values[:-1], advantages, returns, rewards
-    return Batch(*(column[valid] for column in columns))
+    return Batch(
+        obs=obs[:-1][valid],
+        actions=actions[valid],
+        old_policy=rollout.policies[valid],
+        old_values=values[:-1][valid],
+        advantages=advantages[valid],
+        returns=returns[valid],
+        rewards=rewards[valid],
+    )
 
 
 def compute_gradients(agent: Agent, minibatch: Batch, args: Args, state: State) -> dict[str, Tensor]:
-    """Compute the gradients of the loss, clipped to --max-grad-norm. Returns metrics."""
+    """Compute the gradients of the loss, clipped to --max-grad-norm, in the agent. Returns metrics."""
     loss, metrics = ppo_loss(agent, minibatch, args, state)
     loss.backward()
     metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
@@ -400,12 +413,13 @@ def compute_gradients(agent: Agent, minibatch: Batch, args: Args, state: State) 
 def update(
     agent: Agent, optimizer: Adam, compute: Callable, new_batch: Callable, args: Args, state: State
 ) -> dict[str, float]:
-    """K epochs of gradient steps on shuffled minibatches, by `compute_gradients`. Returns mean metrics.
+    """K epochs of gradient steps on shuffled minibatches, each by `compute`, which is `compute_gradients`.
 
-    `new_batch` makes the batch, with the values and advantages of the critic as it is when called.
+    `new_batch` makes the batch, with values and advantages of the current critic. Returns metrics: of the
+    data, means over the gradient steps, and the KL divergence after the last.
     """
     batch = new_batch()
-    errors = batch.advantages  # return - V_old(s)
+    errors = batch.advantages  # of the critic: return - V_old(s)
     metrics = {
         "charts/learning_rate": state.learning_rate,
         "charts/kl_coef": state.kl_coef,
@@ -437,29 +451,30 @@ def update(
 
 
 def adjust_coefficients(state: State, args: Args) -> None:
-    """Set the coefficients of an iteration: by their schedules, or adapted to the last iteration."""
+    """Set the coefficients in the state for an iteration, by their schedules or by the last update."""
     remaining = max(0, 1 - state.global_step / args.total_timesteps)
     scheduled_lr = args.learning_rate * (remaining if args.anneal_lr else 1)
     if args.adapt != "learning-rate":
         state.learning_rate = scheduled_lr
     if args.adapt != "kl-coef":
         state.kl_coef = args.kl_coef
-    if state.kl is None:
+    if state.kl is None:  # before the first update
         return
 
     too_far, too_short = state.kl > 1.5 * args.desired_kl, state.kl < args.desired_kl / 1.5
     if args.adapt == "kl-coef" and (too_far or too_short):  # [PPO], §4
         state.kl_coef = min(max(state.kl_coef * (2 if too_far else 0.5), 1e-4), 1e4)
-    if args.adapt == "learning-rate":  # Rudin et al. 2022, arXiv:2109.11978
+    if args.adapt == "learning-rate":  # by the factor of Rudin et al. 2022, arXiv:2109.11978
         factor = 1 / 1.5 if too_far else 1.5 if too_short else 1
         state.learning_rate = min(max(state.learning_rate * factor, 1e-5), scheduled_lr)
 
 
 def train(args: Args) -> dict:
-    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is killed, a minute is lost at the most.
+    """PPO ([PPO], Algorithm 1), then a greedy evaluation. A kill loses a minute or an iteration of training.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
-    `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`.
+    `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`. It seeds
+    the global random generators, sets the number of PyTorch's threads, and writes to runs/.
     """
     check(args)
     torch.set_num_threads(1)  # for small networks, one is fastest
@@ -592,7 +607,12 @@ def check(args: Args) -> None:
     actions = env.action_space
     if not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1:
         raise ValueError(f"{args.env_id} has {actions}: see ppo.py (Discrete) or docs/recipes.md")
-    obs_space = flat_space(env)
+    try:
+        obs_space = gym.spaces.flatten_space(env.observation_space)
+    except NotImplementedError:  # of a kind that Gymnasium does not know
+        obs_space = None
+    if not isinstance(obs_space, gym.spaces.Box):
+        raise ValueError(f"{env.observation_space} does not flatten to a vector: see docs/recipes.md")
     if path := args.resume or args.evaluate:
         _, content = load_checkpoint(path)
         try:
@@ -611,17 +631,6 @@ def make_env(args: Args, **kwargs) -> gym.Env:
     return gym.make(args.env_id, **json.loads(args.env_kwargs) | kwargs)
 
 
-def flat_space(env: gym.Env) -> gym.spaces.Box:
-    """The space of an environment's observations as vectors. Raises `ValueError` if they cannot be that."""
-    try:
-        space = gym.spaces.flatten_space(env.observation_space)
-    except NotImplementedError:
-        space = None
-    if not isinstance(space, gym.spaces.Box):
-        raise ValueError(f"{env.observation_space} does not flatten to a vector: see docs/recipes.md")
-    return space
-
-
 class DropInfo(gym.Wrapper):
     """Drops the info, which nothing here reads: to join it takes time, and fails where types differ."""
 
@@ -634,7 +643,7 @@ class DropInfo(gym.Wrapper):
 
 
 def to_float(reward: Any) -> float:
-    """A reward as a number of Python: it may be an array or a tensor with one element."""
+    """A reward as a plain number: it may be an array or a tensor with one element."""
     return float(reward.item() if hasattr(reward, "item") else reward)
 
 
@@ -654,7 +663,7 @@ class CutOnce(gym.Wrapper):
 
 
 def make_envs(args: Args, seed: int) -> VectorEnv:
-    """N environments, in this process or in one each. Observations are flat, dicts in alphabetical order."""
+    """N environments, here or in a process each. Observations are flat, dicts in alphabetical order."""
     main_process = os.getpid()
 
     def make(index: int) -> gym.Env:
@@ -719,24 +728,29 @@ class Run:
         self.last_save = time.monotonic()
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
-        """Log an iteration, print progress, and save a checkpoint: after the first, then every minute."""
+        """Log an iteration, print progress, and save after the first and then every minute.
+
+        Adds the episodes to the state's returns. Raises `FloatingPointError` if the loss is not finite.
+        """
         if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
             raise FloatingPointError(
-                "the loss or its gradient is NaN or infinite: try a lower --learning-rate"
+                "the loss is NaN or infinite: --learning-rate is too high, or a logit -inf"
             )
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
-            print("KL > 0 before the first gradient step: acting and learning do not compute the same policy")
+            print(
+                "acting and learning do not compute the same policy: look for a mask, or dropout, in only one"
+            )
             self.warned = True
-        args, step, known, now = self.args, self.state.global_step, self.state.returns, time.monotonic()
+        args, state, step, now = self.args, self.state, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
         if episodes:
             returns, lengths = np.transpose(episodes)
-            known[:] = [*known, *returns.tolist()][-100:]
+            state.returns = [*state.returns, *returns.tolist()][-100:]
             scalars["charts/episodic_return"] = returns.mean()
             scalars["charts/episodic_return_std"] = returns.std()
             scalars["charts/episodic_return_min"] = returns.min()
             scalars["charts/episodic_return_max"] = returns.max()
-            scalars["charts/episodic_return_100"] = float(np.mean(known))
+            scalars["charts/episodic_return_100"] = float(np.mean(state.returns))
             scalars["charts/episodic_length"] = lengths.mean()
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
         for tag, value in scalars.items():
@@ -745,9 +759,9 @@ class Run:
             self.save()
         if step >= args.total_timesteps or now - self.last_print > 5:
             self.last_print = now
-            shown = f"return {np.mean(known):.5g}" if known else "no episode has ended yet"
+            average = f"return {np.mean(state.returns):.5g}" if state.returns else "no episode has ended yet"
             minutes = max(args.total_timesteps - step, 0) / speed / 60
-            line = f"{step:>10,} steps  {shown}  KL {max(metrics['kl'], 0):.4f}"
+            line = f"{step:>10,} steps  {average}  KL {max(metrics['kl'], 0):.4f}"
             print(f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", flush=True)
 
     def finish(self) -> dict:

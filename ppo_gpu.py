@@ -21,7 +21,7 @@ environments of its own, and all train the same networks.
   [Matters] Engstrom et al. 2020, "Implementation Matters in Deep Policy Gradients", arXiv:2005.12729
   [37]      Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog
 
-PPO comes first, in the order of the paper, up to `train`, which repeats:
+PPO comes first: networks, equations, then the algorithm up to `train`, which repeats:
 
     collect_rollout        acts for T steps in N environments
     normalize_rollout      normalises observations and rewards, and updates the running statistics
@@ -90,7 +90,7 @@ class Args:  # the trailing comments become --help
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds numbers of Python only
+            if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds plain Python numbers
                 setattr(self, name, value.item())
         for name in ("resume", "evaluate"):  # the folder of a run will do
             path = getattr(self, name)
@@ -99,7 +99,8 @@ class Args:  # the trailing comments become --help
 
 
 # Limits of the settings, both included. With more than 30 epochs, or ε above 0.3, the policy moves too far
-# from the one that collected the data. To study what is refused, change this table in your program.
+# from the one that collected the data. To study what is refused, change this table in your program. A number
+# of your own in Args is checked once it has an entry here.
 BOUNDS = {
     "seed": (0, 2**31), "num_envs": (1, math.inf), "num_steps": (1, math.inf), "total_timesteps": (1, 1e15),
     "learning_rate": (0, 1), "gamma": (0, 1), "gae_lambda": (0, 1), "update_epochs": (1, 30),
@@ -146,7 +147,7 @@ class RunningMoments(nn.Module):
 
 
 class Agent(nn.Module):
-    """Actor and critic, with the running statistics they depend on: a saved agent is complete."""
+    """Actor and critic, with the running statistics that normalise their inputs and the rewards."""
 
     def __init__(self, args: Args, obs_size: int, actor_obs_size: int, action_size: int):
         super().__init__()
@@ -656,24 +657,29 @@ class Run:
         self.last_save = time.monotonic()
 
     def log(self, metrics: dict[str, float], rollout: Rollout) -> None:
-        """Log an iteration, print progress, and save a checkpoint: after the first, then every minute."""
+        """Log an iteration, print progress, and save after the first and then every minute.
+
+        Adds the episodes to the state's returns. Raises `FloatingPointError` if the loss is not finite.
+        """
         if not math.isfinite(metrics["approx_kl"] + metrics["grad_norm"]):
             raise FloatingPointError("not finite: look for NaN in the environment, or lower --learning-rate")
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
-            print("KL > 0 before the first gradient step: acting and learning do not compute the same policy")
+            print(
+                "acting and learning do not compute the same policy: look for a mask, or dropout, in only one"
+            )
             self.warned = True
-        args, step, known, now = self.args, self.state.global_step, self.state.returns, time.monotonic()
+        args, state, step, now = self.args, self.state, self.state.global_step, time.monotonic()
         scalars = {f"losses/{name}": value for name, value in metrics.items()}
         _, returns, lengths = rollout.sums.unbind(1)
         ended = (rollout.terminated | rollout.truncated) & ~returns.isnan()  # of whole episodes
         if ended.any():
             finished = returns[ended].tolist()
-            known[:] = [*known, *finished][-100:]
+            state.returns = [*state.returns, *finished][-100:]
             scalars["charts/episodic_return"] = np.mean(finished)
             scalars["charts/episodic_return_std"] = np.std(finished)
             scalars["charts/episodic_return_min"] = np.min(finished)
             scalars["charts/episodic_return_max"] = np.max(finished)
-            scalars["charts/episodic_return_100"] = float(np.mean(known))
+            scalars["charts/episodic_return_100"] = float(np.mean(state.returns))
             scalars["charts/episodic_length"] = lengths[ended].mean().item()
         scalars["charts/learning_rate"] = self.optimizer.param_groups[0]["lr"].item()
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
@@ -683,9 +689,9 @@ class Run:
             self.save()
         if step >= args.total_timesteps or now - self.last_print > 5:
             self.last_print = now
-            shown = f"return {np.mean(known):.5g}" if known else "no episode has ended yet"
+            average = f"return {np.mean(state.returns):.5g}" if state.returns else "no episode has ended yet"
             minutes = max(args.total_timesteps - step, 0) / speed / 60
-            line = f"{step:>10,} steps  {shown}  KL {metrics['approx_kl']:.4f}"
+            line = f"{step:>10,} steps  {average}  KL {metrics['approx_kl']:.4f}"
             print(f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", flush=True)
 
     def finish(self, envs: Any) -> dict:

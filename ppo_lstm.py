@@ -20,15 +20,16 @@ where one observation does not say enough: a recurrent network remembers the ear
   [Matters] Engstrom et al. 2020, "Implementation Matters in Deep Policy Gradients", arXiv:2005.12729
   [37]      Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog
 
-PPO comes first, in the order of the paper, up to `train`, which repeats:
+PPO comes first: networks, equations, then the algorithm up to `train`, which repeats:
 
     collect_rollout        acts for T steps in N environments, and fills the rollout
     normalize_rollout      normalises observations and rewards, and updates the running statistics
     make_batch             estimates advantages (compute_gae), and joins the rollout to a batch
     update                 takes K epochs of gradient steps on minibatches, each on the loss of ppo_loss
 
-Shapes: T steps per rollout, N environments, D numbers per observation, A actions, H numbers in a layer. An
-environment's memory is M vectors of H numbers: 2 for an LSTM (its output and its cell), 1 for a GRU.
+Shapes: T steps per rollout, N environments, D numbers per observation, A actions, H numbers in a layer; B is
+any shape, here [T, N]. An environment's memory is M vectors of H numbers: 2 for an LSTM (its output and its
+cell), 1 for a GRU.
 """
 
 import json
@@ -97,7 +98,7 @@ class Args:  # the trailing comments become --help
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds numbers of Python only
+            if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds plain Python numbers
                 setattr(self, name, value.item())
         for name in ("resume", "evaluate"):  # the folder of a run will do
             path = getattr(self, name)
@@ -106,7 +107,8 @@ class Args:  # the trailing comments become --help
 
 
 # Limits of the settings, both included. With more than 30 epochs, or ε above 0.3, the policy moves too far
-# from the one that collected the data. To study what is refused, change this table in your program.
+# from the one that collected the data. To study what is refused, change this table in your program. A number
+# of your own in Args is checked once it has an entry here.
 BOUNDS = {
     "seed": (0, 2**31), "eval_episodes": (1, math.inf), "num_envs": (1, math.inf), "num_steps": (2, math.inf),
     "total_timesteps": (1, 1e15), "learning_rate": (0, 1), "gamma": (0, 1), "gae_lambda": (0, 1),
@@ -146,17 +148,17 @@ class RunningMoments(nn.Module):
 
 def split_at_starts(starts: Tensor) -> tuple[Tensor, Tensor]:
     """The position of each row [T, N] in the sequence of its episode, and the sequence's number [T, N]."""
-    time = torch.arange(len(starts), device=starts.device).unsqueeze(-1)
-    first = starts | (time == 0)
-    position = time - torch.where(first, time, 0).cummax(0).values
+    step = torch.arange(len(starts), device=starts.device).unsqueeze(-1)
+    first = starts | (step == 0)
+    position = step - torch.where(first, step, 0).cummax(0).values
     sequence = first.T.flatten().cumsum(0).view_as(first.T).T - 1
     return position, sequence
 
 
 class Agent(nn.Module):
-    """Actor and critic on a common memory, with the running statistics they depend on: it is complete.
+    """Actor and critic on a common memory, with the running statistics that normalise inputs and rewards.
 
-    Below, h stands for all observations of an episode so far, which policy and value depend on.
+    Below, h is the history, all observations of an episode so far, on which policy and value depend.
     """
 
     def __init__(self, args: Args, obs_space: gym.spaces.Box, num_actions: int):
@@ -177,7 +179,7 @@ class Agent(nn.Module):
         self.unit_obs = nn.Buffer(torch.from_numpy(unit), persistent=False)
 
     def normalizer(self) -> Callable[[Tensor], Tensor]:
-        """`normalize`, prepared for many calls: with the statistics as they are now."""
+        """A fast `normalize`, with the statistics as they are at this call."""
         if not self.norm_obs:
             return lambda obs: obs
         mean = torch.where(self.unit_obs, 0, self.obs_moments.mean)
@@ -271,7 +273,6 @@ class Batch(NamedTuple):
     memory: Tensor  # [M, N, H], the memory before the first row
     actions: Tensor  # [T, N]
     old_policy: Tensor  # [T, N, A], π_old(·|h) as log-probabilities
-    old_values: Tensor  # [T, N], V_old(h)
     advantages: Tensor  # [T, N]
     returns: Tensor  # [T, N]
     rewards: Tensor  # [T, N], scaled
@@ -280,7 +281,7 @@ class Batch(NamedTuple):
 
 @dataclass
 class State:
-    """What changes during training besides the networks."""
+    """Coefficients and progress, as a checkpoint has them besides the networks and the optimizer."""
 
     learning_rate: float
     global_step: int = 0  # transitions so far
@@ -293,7 +294,7 @@ def mean(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss to minimise ([PPO], equation 9, negated), and metrics."""
+    """The loss to minimise, and metrics: [PPO], equation 9, negated, with ½ in the value loss."""
     policy, values = agent(batch.obs, batch.starts, batch.memory)
     advantages = batch.advantages
     if args.norm_adv:
@@ -309,12 +310,12 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, 
     value_losses = 0.5 * (values - batch.returns).square()
     entropies = entropy(policy)
     loss = mean(policy_losses + args.vf_coef * value_losses - args.ent_coef * entropies, batch.weights)
-    with torch.no_grad():  # approx_kl is k3 of Schulman 2020, "Approximating KL Divergence"
+    with torch.no_grad():  # scalars, averaged over the gradient steps, then logged as losses/<name>
         metrics = {
             "policy_loss": mean(policy_losses, batch.weights),
             "value_loss": mean(value_losses, batch.weights),
             "entropy": mean(entropies, batch.weights),
-            "approx_kl": mean(ratio - 1 - log_ratio, batch.weights),
+            "approx_kl": mean(ratio - 1 - log_ratio, batch.weights),  # k3 of Schulman 2020
             "clipfrac": mean(((ratio - 1).abs() > args.clip_coef).float(), batch.weights),
         }
     return loss, metrics
@@ -336,8 +337,8 @@ class Rollout:
         valid  yes     no      yes
         start  no      no      yes
 
-    The memory is reset at the first state of an episode, in the row after the filler row. It is not reset at
-    the last state of the one before, whose value at a time limit needs it. memory[t] is that before obs[t].
+    The memory is reset at the first state of an episode, in the row after the filler row. The last state of
+    the previous episode still needs the old memory, for its value. memory[t] is the memory before obs[t].
     """
 
     def __init__(self, args: Args, obs_size: int, num_actions: int):
@@ -365,7 +366,8 @@ def act(
     """π(·|h) [N, A], V(h) [N], the next memory [M, N, H], and actions [N] drawn from π.
 
     For normalised observations [N, D], `starts` [N], and the memory before them, as in `Agent.step`.
-    argmax(log π + noise) is a sample from π if the noise [N, A] has a Gumbel distribution.
+    argmax(log π + noise) is a sample from π if the noise [N, A] has a Gumbel distribution. Actions must be
+    drawn from exactly the policy that is returned: the ratio is to that one.
     """
     policy, values, memory = agent.step(obs, starts, memory)
     return policy, values, memory, (policy + noise).argmax(-1).cpu().numpy()
@@ -383,7 +385,7 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
     gumbel = -torch.empty(rollout.policies.shape).exponential_().log()  # all at once is faster
     obs[0], memory[0] = obs[-1], memory[-1]
     for t, noise in enumerate(gumbel.to(args.device)):
-        starts[t] = ~valid[t - 1]  # for t = 0, row -1 is of the previous rollout
+        starts[t] = ~valid[t - 1]  # at t = 0: the previous rollout's last row
         valid[t] = ~(terminated[t - 1] | truncated[t - 1])
         seen = normalize(tensor(obs[t])), tensor(starts[t]), memory[t]
         rollout.policies[t], values[t], memory[t + 1], actions[t] = act(agent, *seen, noise)
@@ -397,7 +399,7 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
             returns[ended] = lengths[ended] = 0
     starts[-1] = ~valid[-1]
     seen = normalize(tensor(obs[-1])), tensor(starts[-1]), memory[-1]
-    _, values[-1], _, _ = act(agent, *seen, noise)
+    _, values[-1], _, _ = act(agent, *seen, noise)  # for the value alone: any noise will do
     if not (np.isfinite(rewards).all() and np.isfinite(obs).all()):
         raise FloatingPointError("a reward or an observation is NaN or infinite: look at the environment")
     return episodes
@@ -407,18 +409,19 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
 def normalize_rollout(agent: Agent, rollout: Rollout, args: Args) -> tuple[Tensor, Tensor]:
     """Normalised observations [T+1, N, D] and scaled rewards [T, N]. Updates the running statistics.
 
-    Rewards are divided by the running std of the discounted return R_t = γ R_{t-1} + r_t, which starts from 0
-    in each episode, and clipped to ±10 ([Matters], §3).
+    Observations are normalised by the statistics that acting used, before they are updated. Rewards are
+    divided by the running std, after its update, of the discounted return R_t = γ R_{t-1} + r_t, which starts
+    from 0 in each episode, and clipped to ±10 ([Matters], §3).
     """
     tensor = partial(torch.as_tensor, device=args.device)
     raw_obs, rewards, valid = tensor(rollout.obs), tensor(rollout.rewards), tensor(rollout.valid)
     obs = agent.normalize(raw_obs)
-    agent.obs_moments.update(raw_obs[:-1][valid])  # only now: acting and learning use the same statistics
+    agent.obs_moments.update(raw_obs[:-1][valid])
     if args.norm_rewards:
-        returns = rollout.discounted_returns
-        for t in range(args.num_steps):  # for t = 0, row -1 is of the previous rollout
-            returns[t] = (args.gamma * returns[t - 1] + rollout.rewards[t]) * rollout.valid[t]
-        agent.return_moments.update(tensor(returns[rollout.valid]).unsqueeze(-1))
+        discounted = rollout.discounted_returns
+        for t in range(args.num_steps):  # at t = 0: the previous rollout's last row
+            discounted[t] = (args.gamma * discounted[t - 1] + rollout.rewards[t]) * rollout.valid[t]
+        agent.return_moments.update(tensor(discounted[rollout.valid]).unsqueeze(-1))
         rewards = (rewards * torch.rsqrt(agent.return_moments.var + 1e-8)).clamp(-10, 10)
     return obs, rewards
 
@@ -430,8 +433,17 @@ def make_batch(rollout: Rollout, obs: Tensor, rewards: Tensor, args: Args) -> Ba
     terminated, truncated = tensor(rollout.terminated), tensor(rollout.truncated)
     values, starts, actions = rollout.values, tensor(rollout.starts[:-1]), tensor(rollout.actions)
     advantages, returns = compute_gae(rewards, values, terminated, truncated, args.gamma, args.gae_lambda)
-    old = rollout.memory[0], actions, rollout.policies, values[:-1]
-    return Batch(obs[:-1], starts, *old, advantages, returns, rewards, tensor(rollout.valid).float())
+    return Batch(
+        obs=obs[:-1],
+        starts=starts,
+        memory=rollout.memory[0],
+        actions=actions,
+        old_policy=rollout.policies,
+        advantages=advantages,
+        returns=returns,
+        rewards=rewards,
+        weights=tensor(rollout.valid).float(),
+    )
 
 
 @torch.no_grad()
@@ -442,7 +454,10 @@ def mean_kl(agent: Agent, batch: Batch) -> float:
 
 
 def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, state: State) -> dict[str, float]:
-    """K epochs of gradient steps on minibatches of whole environments. Returns mean metrics."""
+    """K epochs of gradient steps on minibatches of whole environments.
+
+    Returns metrics: of the data, means over the gradient steps, and the KL divergence after the last.
+    """
     valid = batch.weights > 0
     errors, returns = batch.advantages[valid], batch.returns[valid]  # return - V_old(h), return
     metrics = {
@@ -456,8 +471,8 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, state: State
     steps = []  # metrics of each, still as tensors: reading them would wait for the GPU
     for _ in range(args.update_epochs):
         order = torch.randperm(args.num_envs).to(args.device)
-        for envs in order.tensor_split(args.num_minibatches):
-            minibatch = Batch(*(column[:, envs] for column in batch))
+        for chosen in order.tensor_split(args.num_minibatches):
+            minibatch = Batch(*(column[:, chosen] for column in batch))
             loss, step_metrics = ppo_loss(agent, minibatch, args)
             optimizer.zero_grad()
             loss.backward()
@@ -472,10 +487,11 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, state: State
 
 
 def train(args: Args) -> dict:
-    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If it is killed, a minute is lost at the most.
+    """PPO ([PPO], Algorithm 1), then a greedy evaluation. A kill loses a minute or an iteration of training.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
-    `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`.
+    `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`. It seeds
+    the global random generators, sets the number of PyTorch's threads, and writes to runs/.
     """
     check(args)
     torch.set_num_threads(1)  # for small networks, one is fastest
@@ -578,7 +594,12 @@ def check(args: Args) -> None:
     actions = env.action_space
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
         raise ValueError(f"{args.env_id} has {actions}: see ppo_continuous.py (Box) or docs/recipes.md")
-    obs_space = flat_space(env)
+    try:
+        obs_space = gym.spaces.flatten_space(env.observation_space)
+    except NotImplementedError:  # of a kind that Gymnasium does not know
+        obs_space = None
+    if not isinstance(obs_space, gym.spaces.Box):
+        raise ValueError(f"{env.observation_space} does not flatten to a vector: see docs/recipes.md")
     if path := args.resume or args.evaluate:
         _, content = load_checkpoint(path)
         try:
@@ -597,17 +618,6 @@ def make_env(args: Args, **kwargs) -> gym.Env:
     return gym.make(args.env_id, **json.loads(args.env_kwargs) | kwargs)
 
 
-def flat_space(env: gym.Env) -> gym.spaces.Box:
-    """The space of an environment's observations as vectors. Raises `ValueError` if they cannot be that."""
-    try:
-        space = gym.spaces.flatten_space(env.observation_space)
-    except NotImplementedError:
-        space = None
-    if not isinstance(space, gym.spaces.Box):
-        raise ValueError(f"{env.observation_space} does not flatten to a vector: see docs/recipes.md")
-    return space
-
-
 class DropInfo(gym.Wrapper):
     """Drops the info, which nothing here reads: to join it takes time, and fails where types differ."""
 
@@ -620,12 +630,12 @@ class DropInfo(gym.Wrapper):
 
 
 def to_float(reward: Any) -> float:
-    """A reward as a number of Python: it may be an array or a tensor with one element."""
+    """A reward as a plain number: it may be an array or a tensor with one element."""
     return float(reward.item() if hasattr(reward, "item") else reward)
 
 
 def make_envs(args: Args, seed: int) -> VectorEnv:
-    """N environments, in this process or in one each. Observations are flat, dicts in alphabetical order."""
+    """N environments, here or in a process each. Observations are flat, dicts in alphabetical order."""
     main_process = os.getpid()
 
     def make(index: int) -> gym.Env:
@@ -677,24 +687,29 @@ class Run:
         self.last_save = time.monotonic()
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
-        """Log an iteration, print progress, and save a checkpoint: after the first, then every minute."""
+        """Log an iteration, print progress, and save after the first and then every minute.
+
+        Adds the episodes to the state's returns. Raises `FloatingPointError` if the loss is not finite.
+        """
         if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
             raise FloatingPointError(
-                "the loss or its gradient is NaN or infinite: try a lower --learning-rate"
+                "the loss is NaN or infinite: --learning-rate is too high, or a logit -inf"
             )
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
-            print("KL > 0 before the first gradient step: acting and learning do not compute the same policy")
+            print(
+                "acting and learning do not compute the same policy: look for a mask, or dropout, in only one"
+            )
             self.warned = True
-        args, step, known, now = self.args, self.state.global_step, self.state.returns, time.monotonic()
+        args, state, step, now = self.args, self.state, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
         if episodes:
             returns, lengths = np.transpose(episodes)
-            known[:] = [*known, *returns.tolist()][-100:]
+            state.returns = [*state.returns, *returns.tolist()][-100:]
             scalars["charts/episodic_return"] = returns.mean()
             scalars["charts/episodic_return_std"] = returns.std()
             scalars["charts/episodic_return_min"] = returns.min()
             scalars["charts/episodic_return_max"] = returns.max()
-            scalars["charts/episodic_return_100"] = float(np.mean(known))
+            scalars["charts/episodic_return_100"] = float(np.mean(state.returns))
             scalars["charts/episodic_length"] = lengths.mean()
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
         for tag, value in scalars.items():
@@ -703,9 +718,9 @@ class Run:
             self.save()
         if step >= args.total_timesteps or now - self.last_print > 5:
             self.last_print = now
-            shown = f"return {np.mean(known):.5g}" if known else "no episode has ended yet"
+            average = f"return {np.mean(state.returns):.5g}" if state.returns else "no episode has ended yet"
             minutes = max(args.total_timesteps - step, 0) / speed / 60
-            line = f"{step:>10,} steps  {shown}  KL {max(metrics['kl'], 0):.4f}"
+            line = f"{step:>10,} steps  {average}  KL {max(metrics['kl'], 0):.4f}"
             print(f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", flush=True)
 
     def finish(self) -> dict:

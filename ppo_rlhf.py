@@ -106,14 +106,15 @@ class Args:  # the trailing comments become --help
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds numbers of Python only
+            if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds plain Python numbers
                 setattr(self, name, value.item())
         if self.resume and Path(self.resume).is_dir():  # the folder of a run will do
             self.resume = str(Path(self.resume, "checkpoint.pt"))
 
 
 # Limits of the settings, both included. With more than 30 epochs, or ε above 0.3, the policy moves too far
-# from the one that collected the data. To study what is refused, change this table in your program.
+# from the one that collected the data. To study what is refused, change this table in your program. A number
+# of your own in Args is checked once it has an entry here.
 BOUNDS = {
     "seed": (0, 2**31), "eval_every": (1, math.inf), "max_response_length": (1, math.inf),
     "temperature": (1e-3, 100), "eval_temperature": (0, 100), "total_episodes": (1, 1e15),
