@@ -226,7 +226,7 @@ def test_a_mistake_in_resuming_loses_nothing(case, trained, tmp_path, monkeypatc
 
 @memory_too
 def test_a_finished_run_stays_as_it_is(case, trained, tmp_path, monkeypatch):
-    """Resumed from Python, it is evaluated; nothing is saved, and its settings are those with which it ran."""
+    """Resumed from Python, it is evaluated, and not saved: its settings are those with which it ran."""
     path = copied(trained(case).checkpoint, tmp_path)
     before = load(path)
     monkeypatch.chdir(tmp_path)
