@@ -310,13 +310,14 @@ class Rollout:
         self.obs = np.zeros((args.num_steps + 1, args.num_envs, obs_size), np.float32)
         self.policies = torch.zeros(*shape, 2 * action_size, device=args.device)  # π_old(·|s)
         self.actions = np.zeros((*shape, action_size), np.float32)
-        self.rewards = np.zeros(shape, np.float32)
+        self.rewards = np.zeros(shape)  # in float64: returns are sums of them
         self.terminated = np.zeros(shape, bool)
         self.truncated = np.zeros(shape, bool)
         self.valid = np.zeros(shape, bool)
+        self.cut = np.zeros(shape, bool)  # where CutOnce ended an episode, which is not logged
         self.discounted_returns = np.zeros(shape, np.float32)  # for normalize_rollout
         self.episode_returns = np.zeros(args.num_envs)  # of the episodes under way; in float64
-        self.episode_lengths = np.zeros(args.num_envs, np.int64)
+        self.episode_lengths = np.zeros(args.num_envs, int)
 
 
 @torch.inference_mode()
@@ -335,27 +336,36 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
     """Fill the rollout with the next T steps. Returns the return and length of each episode that ended."""
     obs, actions, rewards, valid = rollout.obs, rollout.actions, rollout.rewards, rollout.valid
     terminated, truncated = rollout.terminated, rollout.truncated
-    returns, lengths = rollout.episode_returns, rollout.episode_lengths
-    episodes = []
     normalize = agent.normalizer()
     normal = torch.randn(actions.shape)  # all at once is faster
     obs[0] = obs[-1]
+    valid[0] = ~(terminated[-1] | truncated[-1])  # of the previous rollout
     for t, noise in enumerate(normal.to(args.device)):
-        valid[t] = ~(terminated[t - 1] | truncated[t - 1])  # at t = 0: the previous rollout's last row
         seen = normalize(torch.as_tensor(obs[t], device=args.device))
         rollout.policies[t], actions[t] = act(agent, seen, noise)
         env_actions = rescale(actions[t], envs.single_action_space)
-        obs[t + 1], step_rewards, terminated[t], truncated[t], info = envs.step(env_actions)
-        rewards[t] = step_rewards
-        returns += step_rewards
-        lengths += valid[t]
-        ended = terminated[t] | truncated[t]
-        if ended.any():
-            whole = ended & ~info.get("cut", np.zeros_like(ended))
-            episodes += zip(returns[whole].tolist(), lengths[whole].tolist(), strict=True)
-            returns[ended] = lengths[ended] = 0
+        obs[t + 1], rewards[t], terminated[t], truncated[t], info = envs.step(env_actions)
+        rollout.cut[t] = info.get("cut", False)
+    valid[1:] = ~(terminated | truncated)[:-1]
     if not (np.isfinite(rewards).all() and np.isfinite(obs[1:][~terminated]).all()):
         raise FloatingPointError("a reward or an observation is NaN or infinite: look at the environment")
+    return finished_episodes(rollout)
+
+
+def finished_episodes(rollout: Rollout) -> list[tuple[float, int]]:
+    """The return and length of each episode that ended in the rollout. Keeps those of the unfinished ones."""
+    returns = rollout.episode_returns + rollout.rewards.cumsum(0)  # [T, N], summed over all its episodes
+    lengths = rollout.episode_lengths + rollout.valid.cumsum(0)
+    previous_return, previous_length = np.zeros(len(returns[0])), np.zeros(len(returns[0]), int)
+    episodes = []
+    for t, n in np.argwhere(rollout.terminated | rollout.truncated):
+        if not rollout.cut[t, n]:
+            episodes.append(
+                (float(returns[t, n] - previous_return[n]), int(lengths[t, n] - previous_length[n]))
+            )
+        previous_return[n], previous_length[n] = returns[t, n], lengths[t, n]
+    rollout.episode_returns = returns[-1] - previous_return
+    rollout.episode_lengths = lengths[-1] - previous_length
     return episodes
 
 
@@ -368,13 +378,15 @@ def normalize_rollout(agent: Agent, rollout: Rollout, args: Args) -> tuple[Tenso
     from 0 in each episode, and clipped to ±10 ([Matters], §3).
     """
     tensor = partial(torch.as_tensor, device=args.device)
-    raw_obs, rewards, valid = tensor(rollout.obs), tensor(rollout.rewards), tensor(rollout.valid)
+    raw_obs, valid = tensor(rollout.obs), tensor(rollout.valid)
+    raw_rewards = rollout.rewards.astype(np.float32)
+    rewards = tensor(raw_rewards)
     obs = agent.normalize(raw_obs)
     agent.obs_moments.update(raw_obs[:-1][valid])
     if args.norm_rewards:
         discounted = rollout.discounted_returns
         for t in range(args.num_steps):  # at t = 0: the previous rollout's last row
-            discounted[t] = (args.gamma * discounted[t - 1] + rollout.rewards[t]) * rollout.valid[t]
+            discounted[t] = (args.gamma * discounted[t - 1] + raw_rewards[t]) * rollout.valid[t]
         agent.return_moments.update(tensor(discounted[rollout.valid]).unsqueeze(-1))
         rewards = (rewards * torch.rsqrt(agent.return_moments.var + 1e-8)).clamp(-10, 10)
     return obs, rewards
