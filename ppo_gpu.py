@@ -47,7 +47,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -92,6 +92,8 @@ class Args:  # the trailing comments become --help
         for name, value in vars(self).items():
             if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds plain Python numbers
                 setattr(self, name, value.item())
+            if isinstance(value, Path):
+                setattr(self, name, str(value))
         for name in ("resume", "evaluate"):  # the folder of a run will do
             path = getattr(self, name)
             if path and Path(path).is_dir():
@@ -373,6 +375,7 @@ def train(args: Args, envs: Any = None) -> dict:
     `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`. Under
     torchrun, the first process logs, saves and evaluates.
     """
+    args = replace(args)  # again plain numbers, if a program has changed them
     check(args)
     envs = make_envs(args) if envs is None else envs
     torch.set_float32_matmul_precision("high")  # matrix products in TF32, on GPUs that have it
@@ -446,7 +449,14 @@ def stopped(args: Args) -> bool:
 
 
 def check_bounds(args: Args) -> None:
-    """Raise `ValueError` where a setting is not within BOUNDS."""
+    """Raise `ValueError` where a setting is not of its type, or not within BOUNDS."""
+    types: dict[Any, Any] = {bool: bool, int: int, float: (int, float)}
+    for name, kind in get_type_hints(Args).items():
+        value, choices = getattr(args, name), get_args(kind)
+        if get_origin(kind) is Literal and value not in choices:
+            raise ValueError(f"--{name.replace('_', '-')} must be {' or '.join(choices)}, not {value}")
+        if not isinstance(value, types.get(kind, object)):
+            raise ValueError(f"--{name.replace('_', '-')} must be of type {kind.__name__}, not {value!r}")
     for name, (low, high) in BOUNDS.items():
         value, default = getattr(args, name), getattr(Args, name)
         unused = value is None and default is None
@@ -637,11 +647,9 @@ class Run:
         print(f"{args.env_id}: {state.global_step:,} of {args.total_timesteps:,.0f} steps, seed {args.seed}")
         print(f"checkpoint {self.path}, curves: tensorboard --logdir runs", flush=True)
         self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)
-        rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
-        self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
         # Copies of this file, and of a program that imports it, so that `plot.py` tells changed ones apart.
         for path in {Path(__file__), Path(sys.argv[0])}:
-            if path.suffix == ".py" and path.is_file():
+            if path.suffix == ".py" and path.is_file() and not Path(folder, path.name).exists():
                 Path(folder, path.name).write_bytes(path.read_bytes())
         self.warned = False
         self.first_time, self.first_step = time.monotonic(), state.global_step
@@ -649,6 +657,9 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint. If the process is killed meanwhile, the previous one is still there."""
+        if self.last_save == -math.inf:  # only now: until then, a resumed run is as it was
+            rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(self.args).items())
+            self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
         self.writer.flush()  # first, so that the curves have no gap where training resumes
         content = {"args": asdict(self.args), "state": asdict(self.state), "random": torch.get_rng_state()}
         content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -709,11 +720,15 @@ class Run:
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
     """The settings and the whole content of a checkpoint. Raises `ValueError` for any other file."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} does not exist")
     try:
         content = torch.load(path, map_location=device, weights_only=True)
+        if "agent" not in content:
+            raise LookupError("of a language model")
         known = {name: value for name, value in content["args"].items() if hasattr(Args, name)}
         return Args(**known), content
-    except (pickle.UnpicklingError, EOFError, RuntimeError, LookupError, TypeError) as error:
+    except (pickle.UnpicklingError, OSError, EOFError, RuntimeError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is not a checkpoint of this script") from error
 
 
@@ -776,6 +791,8 @@ def parse_args() -> Args:
         raise ValueError("write --track or --no-track, for example, without True or False")
     parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [PPO]")[0])
     args = parse()
+    if "" in (args.resume, args.evaluate):
+        raise ValueError("--resume and --evaluate need the path of a checkpoint")
     if path := args.resume or args.evaluate:
         saved, content = load_checkpoint(path)
         if ":" in saved.env_id and args.env_id != saved.env_id:
@@ -806,7 +823,7 @@ def print_commands(args: Args, path: str, can_render: bool) -> None:
 
 def stop(*_: Any) -> None:
     """End training after this iteration, and save; a second Ctrl-C stops at once."""
-    os.write(2, b"stopping after this iteration; Ctrl-C again stops at once, without saving\n")
+    os.write(2, b"stopping after this iteration; a second Ctrl-C stops at once, without saving it\n")
     STOP.set()
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

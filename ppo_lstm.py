@@ -34,6 +34,7 @@ cell), 1 for a GRU.
 
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import random
@@ -48,7 +49,7 @@ from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -100,6 +101,8 @@ class Args:  # the trailing comments become --help
         for name, value in vars(self).items():
             if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds plain Python numbers
                 setattr(self, name, value.item())
+            if isinstance(value, Path):
+                setattr(self, name, str(value))
         for name in ("resume", "evaluate"):  # the folder of a run will do
             path = getattr(self, name)
             if path and Path(path).is_dir():
@@ -500,6 +503,7 @@ def train(args: Args) -> dict:
     `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`. It seeds
     the global random generators, sets the number of PyTorch's threads, and writes to runs/.
     """
+    args = replace(args)  # again plain numbers, if a program has changed them
     check(args)
     torch.set_num_threads(1)  # for small networks, one is fastest
     state = State(args.learning_rate)
@@ -530,8 +534,9 @@ def train(args: Args) -> dict:
         metrics = update(agent, optimizer, batch, args, state)
         state.global_step += int(batch.weights.sum())
         run.log(metrics, episodes)
+    results = run.finish()
     envs.close()
-    return run.finish()
+    return results
 
 
 # ========================== End of PPO. What follows is what training needs around it ======================
@@ -556,7 +561,14 @@ def hashed(*numbers: int) -> int:
 
 
 def check_bounds(args: Args) -> None:
-    """Raise `ValueError` where a setting is not within BOUNDS."""
+    """Raise `ValueError` where a setting is not of its type, or not within BOUNDS."""
+    types: dict[Any, Any] = {bool: bool, int: int, float: (int, float)}
+    for name, kind in get_type_hints(Args).items():
+        value, choices = getattr(args, name), get_args(kind)
+        if get_origin(kind) is Literal and value not in choices:
+            raise ValueError(f"--{name.replace('_', '-')} must be {' or '.join(choices)}, not {value}")
+        if not isinstance(value, types.get(kind, object)):
+            raise ValueError(f"--{name.replace('_', '-')} must be of type {kind.__name__}, not {value!r}")
     for name, (low, high) in BOUNDS.items():
         value, default = getattr(args, name), getattr(Args, name)
         unused = value is None and default is None
@@ -569,8 +581,10 @@ def check_settings(args: Args) -> None:
     """Raise `ValueError` for settings with which training cannot be right."""
     check_bounds(args)
     one_step = args.update_epochs * args.num_minibatches == 1
+    few = args.num_envs * (args.num_steps // 2) < 2 * args.num_minibatches
     for wrong, reason in [
         (args.num_minibatches > args.num_envs, "--num-minibatches must be at most --num-envs"),
+        (few, "each minibatch needs two transitions or more: raise --num-steps"),
         (not (args.norm_adv or one_step), "several gradient steps need --norm-adv"),
         (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
         (Path("runs").is_file(), "runs is a file, where a folder of that name is needed"),
@@ -596,7 +610,7 @@ def check(args: Args) -> None:
     try:
         env = make_env(args, **({"render_mode": "rgb_array"} if args.capture_video else {}))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"--env-kwargs {args.env_kwargs}: {error}") from error
+        raise ValueError(f"{args.env_id} with --env-kwargs {args.env_kwargs}: {error}") from error
     env.close()
     actions = env.action_space
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
@@ -608,7 +622,9 @@ def check(args: Args) -> None:
     if not isinstance(obs_space, gym.spaces.Box):
         raise ValueError(f"{env.observation_space} does not flatten to a vector: see docs/recipes.md")
     if path := args.resume or args.evaluate:
-        _, content = load_checkpoint(path)
+        saved, content = load_checkpoint(path)
+        if args.norm_obs != saved.norm_obs:
+            raise ValueError(f"--norm-obs must be as in {path}, whose networks have learnt with it")
         try:
             Agent(args, obs_space, int(actions.n)).load_state_dict(content["agent"])
         except RuntimeError as error:
@@ -644,12 +660,13 @@ def to_float(reward: Any) -> float:
 def make_envs(args: Args, seed: int) -> VectorEnv:
     """N environments, here or in a process each. Observations are flat, dicts in alphabetical order."""
     main_process = os.getpid()
+    on_sigterm = signal.SIG_IGN if signal.getsignal(signal.SIGTERM) is stop else signal.SIG_DFL
 
     def make(index: int) -> gym.Env:
         seed_everything(seed + index)  # for environments that draw from the generators of Python or NumPy
         if os.getpid() != main_process:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, on_sigterm)
         return DropInfo(gym.wrappers.FlattenObservation(make_env(args)))
 
     vectorize = AsyncVectorEnv if args.async_envs else SyncVectorEnv
@@ -674,11 +691,9 @@ class Run:
         print(f"{args.env_id}: {state.global_step:,} of {args.total_timesteps:,.0f} steps, seed {args.seed}")
         print(f"checkpoint {self.path}, curves: tensorboard --logdir runs", flush=True)
         self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)
-        rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
-        self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
         # Copies of this file, and of a program that imports it, so that `plot.py` tells changed ones apart.
         for path in {Path(__file__), Path(sys.argv[0])}:
-            if path.suffix == ".py" and path.is_file():
+            if path.suffix == ".py" and path.is_file() and not Path(folder, path.name).exists():
                 Path(folder, path.name).write_bytes(path.read_bytes())
         self.warned = False
         self.first_time, self.first_step = time.monotonic(), state.global_step
@@ -686,6 +701,9 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint. If the process is killed meanwhile, the previous one is still there."""
+        if self.last_save == -math.inf:  # only now: until then, a resumed run is as it was
+            rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(self.args).items())
+            self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
         self.writer.flush()  # first, so that the curves have no gap where training resumes
         content = {"args": asdict(self.args), "state": asdict(self.state), "random": torch.get_rng_state()}
         content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -700,7 +718,7 @@ class Run:
         """
         if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
             raise FloatingPointError(
-                "the loss is NaN or infinite: --learning-rate is too high, or a logit -inf"
+                "the loss is NaN: too high a --learning-rate, a logit of -inf, or huge observations?"
             )
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
             print(
@@ -744,11 +762,15 @@ class Run:
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
     """The settings and the whole content of a checkpoint. Raises `ValueError` for any other file."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} does not exist")
     try:
         content = torch.load(path, map_location=device, weights_only=True)
+        if "agent" not in content:
+            raise LookupError("of a language model")
         known = {name: value for name, value in content["args"].items() if hasattr(Args, name)}
         return Args(**known), content
-    except (pickle.UnpicklingError, EOFError, RuntimeError, LookupError, TypeError) as error:
+    except (pickle.UnpicklingError, OSError, EOFError, RuntimeError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is not a checkpoint of this script") from error
 
 
@@ -819,6 +841,8 @@ def parse_args() -> Args:
         raise ValueError("write --track or --no-track, for example, without True or False")
     parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [PPO]")[0])
     args = parse()
+    if "" in (args.resume, args.evaluate):
+        raise ValueError("--resume and --evaluate need the path of a checkpoint")
     if path := args.resume or args.evaluate:
         saved, content = load_checkpoint(path)
         if ":" in saved.env_id and args.env_id != saved.env_id:
@@ -846,7 +870,7 @@ def print_commands(args: Args, path: str) -> None:
 
 def stop(*_: Any) -> None:
     """End training after this iteration, and save; a second Ctrl-C stops at once."""
-    os.write(2, b"stopping after this iteration; Ctrl-C again stops at once, without saving\n")
+    os.write(2, b"stopping after this iteration; a second Ctrl-C stops at once, without saving it\n")
     STOP.set()
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -865,7 +889,11 @@ def main() -> None:
     STOP.clear()
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    print_commands(args, train(args)["checkpoint"])
+    try:
+        print_commands(args, train(args)["checkpoint"])
+    finally:
+        for worker in multiprocessing.active_children():  # they ignore what ends this process
+            worker.kill()
     if STOP.is_set():
         sys.exit(130)
 

@@ -52,7 +52,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -108,6 +108,8 @@ class Args:  # the trailing comments become --help
         for name, value in vars(self).items():
             if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds plain Python numbers
                 setattr(self, name, value.item())
+            if isinstance(value, Path):
+                setattr(self, name, str(value))
         if self.resume and Path(self.resume).is_dir():  # the folder of a run will do
             self.resume = str(Path(self.resume, "checkpoint.pt"))
 
@@ -505,6 +507,7 @@ def update(models: Models, optimizer: Adam, batch: Batch, args: Args) -> dict[st
 
 def train(args: Args, task: Task | None = None) -> Path:
     """PPO ([PPO], Algorithm 1) from human feedback. Returns the checkpoint's path."""
+    args = replace(args)  # again plain numbers, if a program has changed them
     check(args)
     if args.device == "cuda":  # each process has a GPU
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -881,7 +884,7 @@ class Run:
         self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
         # Copies of this file, and of a program that imports it, so that `plot.py` tells changed ones apart.
         for path in {Path(__file__), Path(sys.argv[0])}:
-            if path.suffix == ".py" and path.is_file():
+            if path.suffix == ".py" and path.is_file() and not Path(folder, path.name).exists():
                 Path(folder, path.name).write_bytes(path.read_bytes())
         if self.completions.exists():  # the last line may be incomplete, if the process was killed
             lines = self.completions.read_text(encoding="utf-8").split("\n")[:-1]
@@ -950,7 +953,14 @@ def restore(path: str, models: Models, optimizer: Adam) -> int:
 
 
 def check_bounds(args: Args) -> None:
-    """Raise `ValueError` where a setting is not within BOUNDS."""
+    """Raise `ValueError` where a setting is not of its type, or not within BOUNDS."""
+    types: dict[Any, Any] = {bool: bool, int: int, float: (int, float)}
+    for name, kind in get_type_hints(Args).items():
+        value, choices = getattr(args, name), get_args(kind)
+        if get_origin(kind) is Literal and value not in choices:
+            raise ValueError(f"--{name.replace('_', '-')} must be {' or '.join(choices)}, not {value}")
+        if not isinstance(value, types.get(kind, object)):
+            raise ValueError(f"--{name.replace('_', '-')} must be of type {kind.__name__}, not {value!r}")
     for name, (low, high) in BOUNDS.items():
         value, default = getattr(args, name), getattr(Args, name)
         unused = value is None and default is None
@@ -1018,7 +1028,7 @@ def print_commands(args: Args, path: Path) -> None:
 
 def stop(*_: Any) -> None:
     """End training after this iteration, and save; a second Ctrl-C stops at once."""
-    os.write(2, b"stopping after this iteration; Ctrl-C again stops at once, without saving\n")
+    os.write(2, b"stopping after this iteration; a second Ctrl-C stops at once, without saving it\n")
     STOP.set()
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

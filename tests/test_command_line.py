@@ -96,6 +96,7 @@ def test_refusals(words, tmp_path):
         (CONTINUOUS, "--no-norm-rewards", "--norm-rewards or --norm-adv"),
         (LSTM, "--hidden-size 0", "--hidden-size must be from 1 to 65536, not 0"),
         (LSTM, "--num-minibatches 17", "--num-minibatches must be at most --num-envs"),
+        (LSTM, "--num-minibatches 16 --num-steps 2", "raise --num-steps"),
         (ATARI, "--env-id CartPole-v1", "use ppo.py"),
         (ATARI, "--env-id NoSuchGame-v4", "NoSuchGame"),
         (ATARI, "--num-minibatches 5", "--num-minibatches must divide the 1024"),
@@ -131,8 +132,19 @@ def test_bounds(script):
         for value in wrong:
             with pytest.raises(ValueError, match=flag):
                 script.check_bounds(replace(script.Args(), **{name: value}))
-        for value in (low, min(high, 1e9)):
+        for value in (low, min(high, 10**9)):
             script.check_bounds(replace(script.Args(), **{name: value}))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_settings_of_other_types(script):
+    """A program may give any: those of another type, or none of the choices, are refused by name."""
+    wrong = {"seed": 1.5, "learning_rate": "0.1", "track": "False", "num_minibatches": 2.0}
+    wrong |= {"surrogate": "Clip", "adapt": "learning_rate", "cell": "LSTM", "kl_in": "Loss", "gamma": None}
+    for name, value in wrong.items():
+        if hasattr(script.Args, name):
+            with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must be"):
+                script.check_bounds(replace(script.Args(), **{name: value}))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import replace
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -187,7 +188,11 @@ def test_numbers_of_numpy_are_settings(tmp_path, monkeypatch):
     """They are saved as plain numbers, so that the checkpoint loads."""
     monkeypatch.chdir(tmp_path)
     settings = {"learning_rate": np.float64(1e-3), "num_steps": np.int64(32), "total_timesteps": 300}
-    results = ppo.train(DISCRETE.make_args(env_id=DISCRETE.walk, **settings))
+    args = DISCRETE.make_args(env_id=DISCRETE.walk, **settings)
+    args.gamma = np.float64(0.9)  # later, too
+    results = ppo.train(args)
+    path = Path(results["checkpoint"])
+    results = ppo.train(replace(args, resume=path, total_timesteps=600))
     content = load(results["checkpoint"])
     assert (content["args"]["learning_rate"], content["args"]["num_steps"]) == (1e-3, 32)
 

@@ -209,6 +209,42 @@ def test_a_second_ctrl_c_stops_at_once(case, tmp_path, monkeypatch):
     assert load(path)["state"]["global_step"] == min(curves(path.parent)["losses/kl"])  # the first one's
 
 
+@pytest.mark.slow
+def test_a_crash_leaves_no_worker(tmp_path):
+    """Workers ignore what ends the run; they do not outlive it, nor keep it from ending."""
+    words = ["--async-envs", "--env-id", "user_envs:Walk-v0", "--env-kwargs", '{"fault": "raise", "at": 50}']
+    command = [sys.executable, ROOT / "ppo.py", *words, *flags(**SMALL)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "the simulator broke" in done.stderr
+
+
+@memory_too
+def test_a_simulator_that_cannot_be_closed(case, tmp_path, monkeypatch):
+    """What was learnt is saved before."""
+    make_envs = case.script.make_envs
+
+    def make(*given):
+        envs = make_envs(*given)
+        envs.close = lambda: 1 / 0
+        return envs
+
+    monkeypatch.setattr(case.script, "make_envs", make)
+    known = {name: value for name, value in SMALL.items() if hasattr(case.script.Args, name)}
+    assert call(case, tmp_path, *flags(env_id=case.walk, **known)).status == 1
+    assert load(checkpoint_in(tmp_path))["state"]["global_step"] >= 300
+
+
+@each_script
+def test_resuming_overwrites_no_program(case, trained, tmp_path):
+    """A script of the same name beside the checkpoint stays; the first half of the run was made by it."""
+    path = copied(trained(case).checkpoint, tmp_path)
+    (path.parent / case.file).write_text("# mine")
+    resume(case, path)
+    assert (path.parent / case.file).read_text() == "# mine"
+
+
 @each_script
 def test_a_mistake_in_resuming_loses_nothing(case, trained, tmp_path, monkeypatch):
     """Until a resumed run has made an iteration, its checkpoint stays as it was, with its settings."""
@@ -272,8 +308,9 @@ def test_no_episode_is_repeated(case, word, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_reaches_workers_too(tmp_path):
-    """A terminal sends it to all processes of a run; the environments' workers must not die of it."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_reach_workers_too(number, tmp_path):
+    """A terminal or `timeout` sends them to all processes of a run; the workers must not die of them."""
     words = ["--async-envs", "--num-envs", "3", "--num-minibatches", "2", "--total-timesteps", "1e7"]
     process = subprocess.Popen(
         [sys.executable, "-u", ROOT / "ppo.py", *words],
@@ -285,7 +322,7 @@ def test_ctrl_c_reaches_workers_too(tmp_path):
     )
     lines = iter(process.stdout.readline, "")
     assert any(" steps  " in line for line in lines)  # it trains
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, number)
     rest = "".join(lines)
     assert process.wait(60) == 130
     assert "Traceback" not in rest
@@ -329,3 +366,25 @@ def test_no_code_of_a_checkpoint_is_executed(flag, trained, tmp_path):
     torch.save(load(trained(DISCRETE).checkpoint) | {"more": Stranger()}, tmp_path / "bad.pt")
     assert call(DISCRETE, tmp_path, flag, "bad.pt", "--env-id", DISCRETE.walk).status != 0
     assert os.listdir(tmp_path) == ["bad.pt"]
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
+def test_files_that_are_no_checkpoints(flag, trained, tmp_path):
+    """One line each: an empty path, half of a file, and a language model's."""
+    whole = trained(DISCRETE).checkpoint
+    (tmp_path / "half.pt").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    torch.save({"args": {}, "weights": {}, "episodes": 5}, tmp_path / "language.pt")
+    for path, expected in (("", "need the path"), ("half.pt", "not a checkpoint"), ("language.pt", "not a")):
+        done = call(DISCRETE, tmp_path, flag, path)
+        assert (done.status, done.err.count("\n")) == (2, 1)
+        assert expected in done.err
+
+
+@memory_too
+def test_networks_keep_the_normalisation_that_they_have_learnt_with(case, trained, tmp_path):
+    """Without it, they would see other numbers: a flag that changes it is refused."""
+    for flag in ("--resume", "--evaluate"):
+        words = [flag, trained(case).checkpoint, "--env-id", case.walk, "--total-timesteps", 900]
+        done = call(case, tmp_path, *words, "--no-norm-obs")
+        assert (done.status, done.err.count("\n")) == (2, 1)
+        assert "--norm-obs must be as in" in done.err

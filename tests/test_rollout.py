@@ -164,6 +164,14 @@ def test_integer_actions(dtype, low, high):
     assert all(box.contains(action) for action in acted)
 
 
+def test_yes_and_no_as_actions():
+    """They are the nearer of the two bounds."""
+    box = spaces.Box(0, 1, (4,), bool)
+    acted = CONTINUOUS.script.rescale(np.float32([[-1, -0.1, 0.1, 3]]), box)
+    assert acted.tolist() == [[False, False, True, True]]
+    assert box.contains(acted[0])
+
+
 def test_time_limits_do_not_coincide_and_cut_episodes_are_not_logged():
     """Of 4 pendulums with a limit of 200 steps, one is cut at step 50, one at 100 and one at 150."""
     args = CONTINUOUS.make_args(env_id="Pendulum-v1", num_envs=4, num_steps=450)
