@@ -591,10 +591,7 @@ def check_settings(args: Args) -> None:
     largest = args.num_envs * (args.num_steps // 2) // 2  # so that each minibatch has two transitions or more
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     for wrong, reason in [
-        (
-            args.num_minibatches > largest,
-            f"--num-minibatches must be at most {largest}, or raise --num-steps",
-        ),
+        (args.num_minibatches > largest, f"--num-minibatches must be at most {largest}; raise --num-steps"),
         (not (args.norm_adv or one_step), "several gradient steps need --norm-adv"),
         (args.adapt == "kl-coef" and args.surrogate == "clip", "kl-coef needs --surrogate kl-penalty"),
         (args.adapt == "clip-coef" and args.surrogate != "clip", "clip-coef needs --surrogate clip"),
@@ -735,12 +732,10 @@ class Run:
         """
         if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
             raise FloatingPointError(
-                "the loss is NaN: too high a --learning-rate, a logit of -inf, or huge observations?"
+                "NaN in the loss: a high --learning-rate, a logit -inf, huge observations?"
             )
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
-            print(
-                "acting and learning do not compute the same policy: look for a mask, or dropout, in only one"
-            )
+            print("acting and learning do not compute the same policy: is a mask, or dropout, in only one?")
             self.warned = True
         args, state, step, now = self.args, self.state, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}

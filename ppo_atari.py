@@ -639,12 +639,10 @@ class Run:
         """
         if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
             raise FloatingPointError(
-                "the loss is NaN: too high a --learning-rate, a logit of -inf, or huge observations?"
+                "NaN in the loss: a high --learning-rate, a logit -inf, huge observations?"
             )
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
-            print(
-                "acting and learning do not compute the same policy: look for a mask, or dropout, in only one"
-            )
+            print("acting and learning do not compute the same policy: is a mask, or dropout, in only one?")
             self.warned = True
         args, state, step, now = self.args, self.state, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}

@@ -675,9 +675,7 @@ class Run:
         if not math.isfinite(metrics["approx_kl"] + metrics["grad_norm"]):
             raise FloatingPointError("not finite: look for NaN in the environment, or lower --learning-rate")
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
-            print(
-                "acting and learning do not compute the same policy: look for a mask, or dropout, in only one"
-            )
+            print("acting and learning do not compute the same policy: is a mask, or dropout, in only one?")
             self.warned = True
         args, state, step, now = self.args, self.state, self.state.global_step, time.monotonic()
         scalars = {f"losses/{name}": value for name, value in metrics.items()}
