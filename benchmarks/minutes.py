@@ -32,7 +32,7 @@ POINTS = 100  # of a curve
 SEEDS = 1, 2, 3
 TASKS = {  # steps; our script and flags; CleanRL's file and, as its Gymnasium is older, the task's name there
     "CartPole-v1": (100_000, "ppo.py", [], "ppo.py", "CartPole-v1"),
-    "LunarLander-v3": (300_000, "ppo.py", [], "ppo.py", "LunarLander-v2"),
+    "LunarLander-v3": (1_000_000, "ppo.py", [], "ppo.py", "LunarLander-v2"),
     "HalfCheetah-v5": (
         300_000, "ppo_continuous.py", ["--compile"], "ppo_continuous_action.py", "HalfCheetah-v4",
     ),
