@@ -1,12 +1,13 @@
 """PPO of other libraries, with the settings of our scripts, for `run.py` and `speed.py`.
 
-`sb3`, `sbx`, `cleanrl`, `rsl_rl` and `sb3_tensors` train with the settings of one of our scripts. They return
+`sb3`, `sbx`, `cleanrl`, `purejaxrl`, `rsl_rl` and `sb3_tensors` train with the settings of one of our scripts. They return
 rows of steps, mean return of the last 100 training episodes, and time, at the end of each rollout.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import time
@@ -122,15 +123,61 @@ def cleanrl(args: Any) -> Rows:
     names += ["vf_coef", "ent_coef"]
     words = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
     words += [f"--total-timesteps={args.total_timesteps:.0f}", f"--seed={args.seed}", "--env-id", env_id]
-    command = [f"{folder}/.venv/bin/python", f"{folder}/cleanrl/{file}.py", *words, "--no-clip-vloss"]
+    code = "import runpy, sys, time; time.time = time.process_time; del sys.argv[0]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [f"{folder}/.venv/bin/python", "-c", code, f"{folder}/cleanrl/{file}.py", *words]
     environment = os.environ | {"PYTHONPATH": folder}
-    subprocess.run([*command, "--no-cuda"], check=True, capture_output=True, env=environment)
+    subprocess.run([*command, "--no-clip-vloss", "--no-cuda"], check=True, capture_output=True, env=environment)
     (run,) = Path("runs").iterdir()
     episodes, rows = events(run, "charts/episodic_return"), []
     for event in events(run, "charts/SPS"):
         returns = [episode.value for episode in episodes if episode.step <= event.step][-100:]
         rows.append((event.step, float(np.mean(returns or np.nan)), event.wall_time))
     return rows
+
+
+# PureJaxRL
+
+PUREJAXRL = """
+import json, sys, time
+import jax
+from ppo import make_train
+config, key = json.loads(sys.argv[1]), jax.random.PRNGKey(int(sys.argv[2]))
+train = jax.jit(make_train(config)).lower(key).compile()
+begin = time.process_time()
+jax.block_until_ready(train(key))
+print(begin, time.process_time())
+"""
+
+
+def purejaxrl(args: Any) -> Rows:
+    """PureJaxRL's `ppo.py`, in a process with its own packages; the folder is that of `--purejaxrl`.
+
+    Training is one call, which is compiled before it is measured. So there are rows of its begin and its end.
+    """
+    folder = Path(os.environ["PUREJAXRL"])
+    settings = {
+        "ENV_NAME": args.env_id,
+        "NUM_ENVS": args.num_envs,
+        "NUM_STEPS": args.num_steps,
+        "TOTAL_TIMESTEPS": int(args.total_timesteps),
+        "NUM_MINIBATCHES": args.num_minibatches,
+        "UPDATE_EPOCHS": args.update_epochs,
+        "LR": args.learning_rate,
+        "ANNEAL_LR": True,
+        "GAMMA": args.gamma,
+        "GAE_LAMBDA": args.gae_lambda,
+        "CLIP_EPS": args.clip_coef,
+        "ENT_COEF": args.ent_coef,
+        "VF_COEF": args.vf_coef,
+        "MAX_GRAD_NORM": args.max_grad_norm,
+        "ACTIVATION": "tanh",
+    }
+    command = [str(folder / ".venv/bin/python"), "-c", PUREJAXRL, json.dumps(settings), str(args.seed)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder / "purejaxrl")
+    begin, end = map(float, done.stdout.splitlines()[-1].split())
+    size = args.num_envs * args.num_steps
+    return [(0, np.nan, begin)] * 3 + [(args.total_timesteps // size * size, np.nan, end)]
 
 
 # For the environments of ppo_gpu.py

@@ -1,19 +1,20 @@
-"""Steps per second of our scripts and of others' PPO, with the same settings, in alternation.
+"""Steps per CPU second of our scripts and of others' PPO, with the same settings, in alternation.
 
     python benchmarks/speed.py --env-id CartPole-v1
-    python benchmarks/speed.py --peers --cleanrl DIR --store    # all, for the tables
+    python benchmarks/speed.py --peers --cleanrl DIR --purejaxrl DIR --store    # all, for the tables
 
 Stable-Baselines3 always takes part. `--peers` adds SBX, which is Stable-Baselines3 in JAX, and on Pendulum
 RSL-RL (`pip install sbx-rl rsl-rl-lib`). The DIR of CleanRL is a checkout with a virtual environment
 DIR/.venv that has what its `ppo.py`, `ppo_continuous_action.py` and `ppo_atari.py` need (`pip install torch
 ale-py==0.10.1 gymnasium[mujoco]==0.29.1 mujoco==2.3.7 opencv-python-headless==4.10.0.84 numpy==1.26.4
-tensorboard tyro`).
+tensorboard tyro`), that of PureJaxRL one with `pip install jax gymnax==0.0.9 flax optax distrax brax navix`.
 
-Each run is a process of its own, with one thread (SBX, and all on Atari: all cores). The speed is that of the
-training loop after the third iteration, so the start, compiling and the evaluation do not count. "goal" is
-the seconds from the start of the process until the mean return of 100 training episodes reached the goal.
-Ours and CleanRL log to TensorBoard, by whose times they are measured; the others log nothing. On a busy
-machine, speeds say little, and the ratio of neighbouring runs says more.
+Each run is a process of its own, with one thread on one core (macOS lets no program choose its core), and its
+clock is the processor's time of that process, so other programs on the machine hardly matter. The speed is
+that of the training loop after the third iteration, so the start, compiling and the evaluation do not count.
+"goal" is the CPU seconds from the start of the process until the mean return of 100 training episodes
+reached the goal. Ours and CleanRL log to TensorBoard, by whose times they are measured; the others log
+nothing. PureJaxRL's environment is a function in JAX, compiled together with the training.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ import tyro
 from experiments import ROOT
 from run import SPEEDS, in_words, provenance, refuse_uncommitted, store
 
-ATARI = "--num-steps 128 --num-minibatches 4 --update-epochs 4 --learning-rate 2.5e-4 --eval-episodes 1"
-CARTPOLE = f"{ATARI} --norm-adv --gae-lambda 0.95 --no-norm-obs --no-norm-rewards"
+SHORT = "--num-steps 128 --num-minibatches 4 --update-epochs 4 --learning-rate 2.5e-4 --eval-episodes 1"
+ATARI = f"{SHORT} --num-threads 1"
+CARTPOLE = f"{SHORT} --norm-adv --gae-lambda 0.95 --no-norm-obs --no-norm-rewards"
 CHEETAH = "--num-steps 256 --num-minibatches 32 --update-epochs 10 --learning-rate 3e-4 --eval-episodes 1"
 CHEETAH += " --norm-adv --gae-lambda 0.95 --no-recompute-advantages --adapt none"
 
@@ -60,7 +62,7 @@ class Case:
 
 COMMON = "sbx", "cleanrl", "sb3"
 CASES = {
-    "CartPole-v1": Case("ppo", 4, 50_000, CARTPOLE, ("", "--compile"), COMMON),
+    "CartPole-v1": Case("ppo", 4, 50_000, CARTPOLE, ("", "--compile"), ("purejaxrl", *COMMON)),
     "HalfCheetah-v5": Case("ppo_continuous", 8, 50_000, CHEETAH, ("", "--compile"), COMMON),
     "BreakoutNoFrameskip-v4": Case("ppo_atari", 8, 6_000, ATARI, ("", "--bfloat16"), COMMON),
     "Pendulum": Case("ppo_gpu", 1024, 1_000_000, "--device cpu", ("",), ("rsl_rl", "sb3_tensors"), goal=-200),
@@ -74,6 +76,7 @@ class Args:  # the comments are the texts of --help
     timesteps: int | None = None  # transitions per run; default: some seconds' worth
     peers: bool = False  # also run SBX or RSL-RL
     cleanrl: Path | None = None  # also run CleanRL, which is in this folder
+    purejaxrl: Path | None = None  # also run PureJaxRL, which is in this folder
     store: bool = False  # store the results for the tables
 
 
@@ -85,9 +88,10 @@ def ours(script: Any, args: Any) -> peers.Rows:
     return [(event.step, returns.get(event.step, np.nan), event.wall_time) for event in times]
 
 
-def measure(start: float, env_id: str, variant: str, steps: int, seed: int) -> dict[str, float]:
+def measure(env_id: str, variant: str, steps: int, seed: int) -> dict[str, float]:
     """One run, in this process. The variant is flags of our script, or a function of peers.py."""
     case = CASES[env_id]
+    time.time = time.process_time  # the clock of all that logs
     sys.path.insert(0, str(ROOT))
     script: Any = importlib.import_module(case.script)
     own = "" if variant in case.others else variant
@@ -99,17 +103,22 @@ def measure(start: float, env_id: str, variant: str, steps: int, seed: int) -> d
     (first, _, begin), (last, _, end) = rows[2], rows[-1]
     result = {"speed": (last - first) / (end - begin)}
     if case.goal is not None:
-        reached = [now - start for _, value, now in rows if value >= case.goal]
+        reached = [now for _, value, now in rows if value >= case.goal]
         result["goal"] = min(reached, default=math.inf)
     return result
 
 
 def in_a_process(*task: Any) -> dict[str, float]:
-    """`measure`, in a process of its own."""
-    threads = os.cpu_count() if CASES[task[0]].script == "ppo_atari" else 1
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(measure, time.time(), *task).result()
+    """`measure`, in a process of its own, on one core."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), take_one_core) as process:
+        return process.submit(measure, *task).result()
+
+
+def take_one_core() -> None:
+    """Stay on one core, with all threads and processes that this process starts."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
 def compare(env_id: str, args: Args) -> list[dict[str, Any]]:
@@ -117,7 +126,8 @@ def compare(env_id: str, args: Args) -> list[dict[str, Any]]:
     from report import markdown, speed_table  # not in the processes that are measured: it needs memory
 
     case = CASES[env_id]
-    chosen = {"sbx": args.peers, "rsl_rl": args.peers, "cleanrl": args.cleanrl}
+    chosen = {"sbx": args.peers, "rsl_rl": args.peers}
+    chosen |= {"cleanrl": args.cleanrl, "purejaxrl": args.purejaxrl}
     steps, others = args.timesteps or case.steps, [name for name in case.others if chosen.get(name, True)]
     runs: dict[str, list[dict[str, float]]] = {variant: [] for variant in (*case.variants, *others)}
     for seed in range(1, args.rounds + 1):
@@ -138,8 +148,9 @@ def compare(env_id: str, args: Args) -> list[dict[str, Any]]:
 def main() -> None:
     """The command line."""
     args = tyro.cli(Args, description=__doc__)
-    if args.cleanrl:
-        os.environ["CLEANRL"] = str(args.cleanrl.resolve())
+    for name, folder in {"CLEANRL": args.cleanrl, "PUREJAXRL": args.purejaxrl}.items():
+        if folder:
+            os.environ[name] = str(folder.resolve())
     if args.store:
         refuse_uncommitted()
     for env_id in [args.env_id] if args.env_id else CASES:
