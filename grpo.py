@@ -51,7 +51,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -857,8 +857,9 @@ class Run:
         if now - self.last_print < 5 and "eval/" not in " ".join(shown):
             return
         self.last_print = now
-        minutes = (now - self.start_time) / done * max(self.args.total_episodes - done - self.start, 0) / 60
-        print(f"{episodes:>9,} responses  {minutes:.0f} min left", *shown, sep="  ", flush=True)
+        seconds = (now - self.start_time) / done * max(self.args.total_episodes - done - self.start, 0)
+        left = timedelta(seconds=round(seconds))
+        print(f"{episodes:>9,} responses  {left} left", *shown, sep="  ", flush=True)
         if samples:
             prompt, response = str(samples["row"][0]["prompt"])[-200:], samples["response"][0][-200:]
             print(f"{'':10}{prompt!r} -> {response!r}, reward {samples['reward'][0]:.3g}", flush=True)

@@ -44,7 +44,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -663,9 +663,9 @@ class Run:
         if step >= args.total_timesteps or now - self.last_print > 5:
             self.last_print = now
             average = f"return {np.mean(state.returns):.5g}" if state.returns else "no episode has ended yet"
-            minutes = max(args.total_timesteps - step, 0) / speed / 60
+            left = timedelta(seconds=round(max(args.total_timesteps - step, 0) / speed))
             line = f"{step:>10,} steps  {average}  KL {max(metrics['kl'], 0):.4f}"
-            print(f"{line}  {speed:,.0f}/s  {minutes:.0f} min left", flush=True)
+            print(f"{line}  {speed:,.0f}/s  {left} left", flush=True)
 
     def finish(self) -> dict:
         """Save, evaluate unless the run was stopped, and close the log. Returns the results."""

@@ -1,7 +1,9 @@
 """Train the same model with grpo.py and with TRL's GRPOTrainer: reward curves, seconds and memory.
 
     pip install -e '.[benchmarks,rlhf]' trl requests
-    python benchmarks/against_trl.py     # runs what trl.csv lacks, draws the figure, prints the tables
+    python benchmarks/against_trl.py     # does what language.csv lacks
+    python benchmarks/report.py          # the table
+    python benchmarks/figures.py         # the figure
 
 A small Llama learns to add two numbers from examples half of which are wrong. Both libraries then train it
 with a reward of 1 for a right answer and the same settings. Each run is a process of its own with one thread.
@@ -29,8 +31,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from experiments import HERE
@@ -38,8 +40,7 @@ from experiments import HERE
 sys.path.insert(0, str(HERE.parent))
 import grpo
 
-RESULTS = HERE.parent / "results/data/trl.csv"
-LOSSES = {"constant": "dr_grpo", "token-mean": "dapo", "sequence-mean": "grpo"}  # our name, TRL's
+LOSSES = {"constant": "dr_grpo", "token-mean": "dapo", "sequence-mean": "grpo"}  # as in report.py
 SEEDS = range(1, 6)
 STEPS = 50  # batches of 256 responses
 WORDS = ["<pad>", "<stop>", "+", "=", *"0123456789"]
@@ -131,65 +132,44 @@ def train_trl(folder: str, loss: str, seed: int) -> None:
 
 
 def run(library: str, loss: str, seed: str, folder: str) -> None:
-    """A run in the process's current folder. Its steps are added to the stored ones."""
-    train = train_ours if library == "ours" else train_trl
+    """A run in the process's current folder. It is added to the stored ones."""
+    train = train_ours if library == "grpo" else train_trl
     train(folder, loss, int(seed))
-    import pandas as pd  # after the memory is measured
+    from language import CURVE_COLUMNS, CURVES, RUN_COLUMNS, RUNS, append  # after the memory is measured
+    from run import in_words, provenance
 
-    steps = pd.DataFrame(calls, columns=["reward", "time", "peak_mib"])
-    steps["seconds"] = steps.pop("time").diff()
-    steps = steps.assign(library=library, loss=loss, seed=seed, step=steps.index)
-    steps.round(4).to_csv(RESULTS, mode="a", header=not RESULTS.exists(), index=False)
+    rewards, times, peaks = zip(*calls, strict=True)
+    study = {"study": f"llama-{library}-{loss}", "seed": seed}
+    points = [
+        {"episodes": 256 * i, "seconds": times[i] - times[0], "score": rewards[i]} for i in range(len(calls))
+    ]
+    append(CURVES, CURVE_COLUMNS, [study | point for point in points])
+    flags = f"--loss-aggregation {loss}" if library == "grpo" else f"loss_type={LOSSES[loss]}"
+    about = provenance()
+    about["versions"] |= {name: version(name) for name in ("trl", "transformers")}
+    result = {
+        "script": library,
+        "task": "llama-sums",
+        "flags": flags,
+        "episodes": 256 * STEPS,
+        "seconds": times[-1] - times[0],
+        "gold": sum(rewards[-10:]) / 10,
+        "peak_mib": max(peaks),
+    }
+    append(RUNS, RUN_COLUMNS, [study | result | in_words(about)])
 
 
 def run_missing() -> None:
     """Make the model, and do the runs that are not stored."""
-    stored = RESULTS.read_text() if RESULTS.exists() else ""
+    stored = (HERE.parent / "results/data/language.csv").read_text()
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
         for loss, seed in itertools.product(LOSSES, SEEDS):
-            for library in ("ours", "trl") if seed % 2 else ("trl", "ours"):
-                if f",{library},{loss},{seed}," not in stored:
+            for library in ("grpo", "trl") if seed % 2 else ("trl", "grpo"):
+                if f"llama-{library}-{loss},{seed}," not in stored:
                     command = [sys.executable, str(HERE / "against_trl.py"), library, loss, str(seed), folder]
                     environment = os.environ | {"OMP_NUM_THREADS": "1"}
                     subprocess.run(command, cwd=folder, env=environment, check=True)
-
-
-def draw(stored: Any) -> Any:
-    """Reward curves, a panel for each loss: the mean over seeds as a line, and their range as a band."""
-    from figures import COLORS, STYLES
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    for axes, loss in zip(figure.subplots(1, 3, sharey=True), LOSSES, strict=True):
-        for index, (library, label) in enumerate({"ours": "grpo.py", "trl": "TRL"}.items()):
-            found = stored[(stored.loss == loss) & (stored.library == library)]
-            curves = found.pivot(index="step", columns="seed", values="reward")
-            low, high = curves.min(axis=1), curves.max(axis=1)
-            axes.plot(curves.mean(axis=1), STYLES[index], color=COLORS[index], label=label)
-            axes.fill_between(curves.index, low, high, color=COLORS[index], alpha=0.18, linewidth=0)
-        axes.set(title=f"{loss} (TRL: {LOSSES[loss]})", xlabel="step", ylabel="mean reward of the batch")
-        axes.label_outer()
-        axes.legend(loc="lower right")
-    return figure
-
-
-def report() -> None:
-    """Draw the figure for a light and for a dark page; print what the runs reached and took."""
-    import matplotlib as mpl
-    import pandas as pd
-    from figures import THEMES, save, style
-
-    stored = pd.read_csv(RESULTS)
-    for theme in THEMES:
-        with mpl.rc_context(style(theme)):
-            save(draw(stored), HERE.parent / "results/figures" / f"trl-{theme}.png")
-    stored["last_10"] = stored.reward.where(stored.step >= STEPS - 10)
-    how = {"reward": "mean", "last_10": "mean", "seconds": "median", "peak_mib": "max"}
-    runs = stored.groupby(["loss", "library", "seed"]).agg(how)
-    print(runs.groupby(["loss", "library"]).agg(["median", "min", "max"]).T.to_string())
-    ratios = runs.xs("trl", level="library") / runs.xs("ours", level="library")
-    print("TRL divided by grpo.py", ratios.groupby("loss").agg(["median", "min", "max"]).T, sep="\n")
 
 
 if __name__ == "__main__":
@@ -197,4 +177,3 @@ if __name__ == "__main__":
         run(*sys.argv[1:])
     else:
         run_missing()
-        report()

@@ -1,4 +1,5 @@
-"""The list of experiments. `run.py` runs them; `report.py` and `figures.py` show their results.
+"""The list of experiments. `run.py` runs them, `memory.py` and `minutes.py` some that need other clocks or
+libraries; `report.py` and `figures.py` show their results.
 
 To measure something of your own, add an `Experiment` and run `python benchmarks/run.py --only its-name`.
 """
@@ -32,6 +33,7 @@ class Experiment:
     script: str  # "ppo.py", or "sb3" for Stable-Baselines3 with the settings of `SB3`
     plan: list[tuple[str, int, int]]  # environment, steps and seed of each run
     flags: str = ""
+    program: str = "run.py"  # in this folder, that runs it
 
 
 @dataclass(frozen=True)
@@ -212,4 +214,39 @@ ATARI = [
 PENDULUMS = ("Pendulum", 1_000_000)
 GPU = [Experiment("gpu", "the defaults", "ppo_gpu.py", each([PENDULUMS], 5), "--device cpu")]
 
-EXPERIMENTS = {experiment.name: experiment for experiment in DISCRETE + CONTINUOUS + ATARI + GPU}
+# Tasks that need a memory: steps, and the return that counts as solved
+MEMORY_TASKS = {
+    "Cue-v0": (100_000, 0.95),
+    "PositionOnlyAcrobot-v1": (150_000, -100),
+    "PositionOnlyCartPole-v1": (100_000, 475),
+    "popgym:popgym-RepeatPreviousEasy-v0": (300_000, 0.9),
+}
+REMEMBERED = each([(task, steps) for task, (steps, _) in MEMORY_TASKS.items()], 3)
+SAME_SETTINGS = each([("PositionOnlyCartPole-v1", 100_000)], 3)
+OTHERS = (
+    ("popgym:popgym-RepeatPreviousEasy-v0", 300_000, 2),
+    ("popgym:popgym-RepeatPreviousEasy-v0", 300_000, 3),
+)
+THEIRS = [run for run in REMEMBERED if run not in OTHERS]  # there, one run of theirs takes 23 minutes
+MEMORY = [
+    Experiment("memory-lstm", "`ppo_lstm.py`", "ppo_lstm.py", REMEMBERED, program="memory.py"),
+    Experiment("memory-ppo", "`ppo.py`", "ppo.py", [("Cue-v0", 100_000, 1)], program="memory.py"),
+    Experiment("memory-sb3", "RecurrentPPO", "sb3-contrib", THEIRS, program="memory.py"),
+    Experiment(
+        "memory-sb3-ours", "RecurrentPPO with our settings", "sb3-contrib", SAME_SETTINGS, program="memory.py"
+    ),
+]
+
+# Return against minutes
+TIMED = [("CartPole-v1", 100_000), ("LunarLander-v3", 1_000_000), ("HalfCheetah-v5", 300_000)]
+MINUTES = [
+    Experiment("minutes-ours", "ours", "ppo.py", each(TIMED[:2], 3), "", "minutes.py"),
+    Experiment(
+        "minutes-ours-compiled", "ours", "ppo_continuous.py", each(TIMED[2:], 3), "--compile", "minutes.py"
+    ),
+    Experiment("minutes-sb3", "Stable-Baselines3", "sb3", each(TIMED, 3), "", "minutes.py"),
+    Experiment("minutes-cleanrl", "CleanRL", "cleanrl", each(TIMED, 3), "", "minutes.py"),
+]
+
+ALL = DISCRETE + CONTINUOUS + ATARI + GPU + MEMORY + MINUTES
+EXPERIMENTS = {experiment.name: experiment for experiment in ALL}

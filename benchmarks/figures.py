@@ -16,15 +16,14 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import torch
-from experiments import EXPERIMENTS, FIGURES, ROOT, Task
+from experiments import EXPERIMENTS, FIGURES, MINUTES, ROOT, TIMED, Task
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
-from minutes import LIBRARIES, MINUTES
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from report import VARIANTS, load, load_speeds, name_of, select
+from report import LANGUAGE_CURVES, TRL_LOSSES, VARIANTS, load, load_speeds, name_of, select
 
 sys.path.insert(0, str(ROOT))
 from ppo import compute_gae
@@ -78,7 +77,7 @@ def learning_curves(
 def figures(results: pd.DataFrame) -> dict[str, Figure]:
     """All figures, by name."""
     made = {"objective": objective_figure(), "gae": gae_figure()}
-    made |= {"speed": speed_figure(), "minutes": minutes_figure()}
+    made |= {"speed": speed_figure(), "minutes": minutes_figure(results), "trl": trl_figure()}
     for name, study in experiments.STUDIES.items():
         labels = {experiment: EXPERIMENTS[experiment].label for experiment in study.experiments}
         panels = [(task, quantity) for quantity in study.quantities for task in study.tasks]
@@ -114,16 +113,18 @@ def speed_figure() -> Figure:
     return figure
 
 
-def minutes_figure() -> Figure:
+def minutes_figure(results: pd.DataFrame) -> Figure:
     """Return against minutes: a panel for each task, a line for each seed."""
     figure = Figure(figsize=(8, 2.9), layout="constrained")
-    tasks = pd.read_csv(MINUTES).groupby(["env_id", "steps"], sort=False)
-    for axes, (task, found) in zip(figure.subplots(1, 3), tasks, strict=True):
-        for index, library in enumerate(LIBRARIES):
-            for i, row in enumerate(found[found.library == library].itertuples()):
-                x, y = (np.array(text.split(), float) for text in (row.minutes, row.returns))
-                label = library if i == 0 else None
-                axes.plot(x, y, color=COLORS[index], linestyle=STYLES[index], label=label)
+    labels = list(dict.fromkeys(experiment.label for experiment in MINUTES))
+    for axes, task in zip(figure.subplots(1, 3), TIMED, strict=True):
+        for experiment in MINUTES:
+            index = labels.index(experiment.label)
+            for i, (_, row) in enumerate(select(results, experiment.name, task).iterrows()):
+                label = experiment.label if i == 0 else None
+                axes.plot(
+                    row["minutes"], row["return"], color=COLORS[index], linestyle=STYLES[index], label=label
+                )
         axes.set_title(name_of(task), fontsize="medium")
         axes.set(xscale="log", xlabel="minutes of one core")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
@@ -131,6 +132,23 @@ def minutes_figure() -> Figure:
         axes.xaxis.set_minor_locator(NullLocator())
     figure.axes[0].set_ylabel(AXIS["return"])
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
+
+
+def trl_figure() -> Figure:
+    """Reward of grpo.py and of TRL, for each loss: the mean over seeds as a line, their range as a band."""
+    stored = pd.read_csv(LANGUAGE_CURVES)
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    for axes, (loss, theirs) in zip(figure.subplots(1, 3, sharey=True), TRL_LOSSES.items(), strict=True):
+        for index, (library, label) in enumerate({"grpo": "grpo.py", "trl": "TRL"}.items()):
+            found = stored[stored.study == f"llama-{library}-{loss}"]
+            curves = found.pivot(index="episodes", columns="seed", values="score")
+            low, high, batches = curves.min(axis=1), curves.max(axis=1), curves.index / 256
+            axes.plot(batches, curves.mean(axis=1), STYLES[index], color=COLORS[index], label=label)
+            axes.fill_between(batches, low, high, color=COLORS[index], alpha=0.18, linewidth=0)
+        axes.set(title=f"{loss} (TRL: {theirs})", xlabel="batch", ylabel="mean reward of the batch")
+        axes.label_outer()
+        axes.legend(loc="lower right")
     return figure
 
 

@@ -40,7 +40,7 @@ import ppo_rlhf as rlhf
 RUNS, CURVES = ROOT / "results/data/language.csv", ROOT / "results/data/language_curves.csv"
 RUN_COLUMNS = """study seed script task flags fault kl_coef episodes tokens gradient_steps seconds gold_before
     gold share_of_optimum objective objective_optimum score score_optimum kl kl_optimum best_score_at_kl
-    reference_score left_out commit versions machine"""
+    reference_score left_out peak_mib commit versions machine"""
 CURVE_COLUMNS = "study seed episodes tokens seconds score kl gold"
 SPACING = 2560  # responses between the points of a curve
 BETAS = (1, 0.5, 0.2, 0.05)  # of the frontier, with 0.1

@@ -1,37 +1,25 @@
 """Tasks that need a memory: ppo_lstm.py, ppo.py, and RecurrentPPO of sb3-contrib.
 
-    python ppo_lstm.py --env-id benchmarks.memory:PositionOnlyCartPole-v1 --total-timesteps 1e5
     pip install --no-deps popgym sb3-contrib
-    python benchmarks/memory.py --run    # what memory.csv lacks
-    python benchmarks/memory.py          # the table
+    python benchmarks/memory.py      # does what runs.csv lacks
+    python benchmarks/report.py      # the table
 
 RecurrentPPO has the settings of RL Baselines3 Zoo where it has some for the task (for CartPole without
-velocities, and for Acrobot with them), else its defaults with 16 environments. With "ours", it has those of
+velocities, and for Acrobot with them), else its defaults with 16 environments. "With ours", it has those of
 ppo_lstm.py, and one LSTM for actor and critic. A return is the mean of the last 100 episodes of training.
 Each run is a process with one thread. Seconds are of its CPU time, from the start to the last update's end.
 """
 
 import importlib
-import itertools
-import math
 import subprocess
 import sys
 import time
 from importlib.metadata import version
-from pathlib import Path
 
-import gymnasium as gym
 import numpy as np
-from gymnasium import spaces
+from experiments import MEMORY_TASKS, ROOT, Run, runs
+from run import KEY, RUNS, in_words, missing, provenance, refuse_uncommitted, store
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "results/data/memory.csv"
-TASKS = {  # steps, and the return that counts as solved
-    "Cue-v0": (100_000, 0.95),
-    "PositionOnlyCartPole-v1": (100_000, 475),
-    "PositionOnlyAcrobot-v1": (150_000, -100),
-    "popgym:popgym-RepeatPreviousEasy-v0": (300_000, 0.9),
-}
 NETWORK = {"shared_lstm": True, "enable_critic_lstm": False, "lstm_hidden_size": 128, "net_arch": []}
 OURS = {
     "n_envs": 16, "n_steps": 128, "batch_size": 512, "n_epochs": 10, "gae_lambda": 0.95, "ent_coef": 0.01,
@@ -46,42 +34,7 @@ ZOO = {
         "n_envs": 16, "n_steps": 256, "gae_lambda": 0.94, "n_epochs": 4, "ent_coef": 0.0, "normalize": True,
     },
 }  # fmt: skip
-RUNS = [(task, library) for task in TASKS for library in ("ppo_lstm", "RecurrentPPO")]
-RUNS += [("Cue-v0", "ppo"), ("PositionOnlyCartPole-v1", "RecurrentPPO, ours")]
 Rows = list[tuple[float, float, float]]  # steps, return and CPU time after each iteration
-
-
-class Cue(gym.Env):
-    """One of four cues is shown at the start. Eight steps later, the action that names it returns 1."""
-
-    observation_space, action_space = spaces.Box(0, 1, (5,), np.float32), spaces.Discrete(4)
-
-    def observe(self):
-        shown = {0: self.cue, 8: 4}.get(self.time)  # the fifth number asks for the answer
-        return np.float32([shown == i for i in range(5)])
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.cue, self.time = self.np_random.integers(4), 0
-        return self.observe(), {}
-
-    def step(self, action):
-        over = self.time == 8
-        self.time += 1
-        return self.observe(), float(over and action == self.cue), over, False, {}
-
-
-def positions(env_id, numbers, **kwargs):
-    """An environment of whose observations only some numbers are seen."""
-    env = gym.make(env_id, **kwargs)
-    box = env.observation_space
-    seen = spaces.Box(box.low[numbers], box.high[numbers])
-    return gym.wrappers.TransformObservation(env, lambda obs: obs[numbers], seen)
-
-
-gym.register("Cue-v0", Cue)
-gym.register("PositionOnlyCartPole-v1", lambda **kwargs: positions("CartPole-v1", [0, 2], **kwargs))
-gym.register("PositionOnlyAcrobot-v1", lambda **kwargs: positions("Acrobot-v1", [0, 1, 2, 3], **kwargs))
 
 
 def run_ours(script, task, steps, seed) -> Rows:
@@ -131,51 +84,38 @@ def run_sb3(settings, task, steps, seed) -> Rows:
     return rows[1:]
 
 
-def run_one(task, library, seed) -> None:
+def run_one(run: Run) -> None:
     """Train, and store a row of the results."""
     import torch
-    from run import git, store
 
     torch.set_num_threads(1)
     sys.path.insert(0, str(ROOT))
-    steps, goal = TASKS[task]
-    start = time.process_time()
-    if library.startswith("ppo"):
-        rows = run_ours(importlib.import_module(library), task, steps, seed)
+    importlib.import_module("memory_tasks")
+    name, start = run.experiment.name, time.process_time()
+    if run.experiment.script == "sb3-contrib":
+        settings = OURS if name == "memory-sb3-ours" else ZOO.get(run.env_id, {})
+        rows = run_sb3(settings, run.env_id, run.steps, run.seed)
     else:
-        rows = run_sb3(OURS if "ours" in library else ZOO.get(task, {}), task, steps, seed)
-    steps, last, end = rows[-1]
-    reached = [now - start for _, value, now in rows if value >= goal]
-    row = {"task": task, "library": library, "seed": seed, "steps": steps, "return": round(float(last), 3)}
+        script = importlib.import_module(run.experiment.script.removesuffix(".py"))
+        rows = run_ours(script, run.env_id, run.steps, run.seed)
+    _, last, end = rows[-1]
+    reached = [now - start for _, value, now in rows if value >= MEMORY_TASKS[run.env_id][1]]
+    row = dict(zip(KEY, run.key, strict=True)) | {"flags": "", "training": round(float(last), 3)}
     row |= {"seconds": round(end - start, 1), "seconds_to_goal": round(reached[0], 1) if reached else None}
-    names = "torch", "gymnasium", "stable-baselines3", "sb3-contrib", "popgym"
-    row |= {
-        "commit": git("rev-parse", "HEAD"),
-        "versions": " ".join(f"{name}={version(name)}" for name in names),
-    }
-    store(RESULTS, [row], ["task", "library", "seed"])
+    about = provenance()
+    about["versions"] |= {name: version(name) for name in ("sb3-contrib", "popgym")}
+    store(RUNS, [row | {"sessions": 1} | in_words(about)], KEY)
 
 
 def main() -> None:
-    """The command line."""
-    if "--one" in sys.argv:
-        run_one(*sys.argv[2:4], int(sys.argv[4]))
-        return
-    import pandas as pd
-
-    table = pd.read_csv(RESULTS) if RESULTS.exists() else pd.DataFrame(columns=["task", "library", "seed"])
-    done = set(table[["task", "library", "seed"]].itertuples(index=False, name=None))
-    for seed, (task, library) in itertools.product((1, 2, 3), RUNS if "--run" in sys.argv else []):
-        if (task, library, seed) not in done:
-            subprocess.run([sys.executable, __file__, "--one", task, library, str(seed)], check=True)
-    print("| task | library | runs | return | steps per second | seconds to the goal |")
-    print("| --- " * 6 + "|")
-    for (task, library), rows in pd.read_csv(RESULTS).groupby(["task", "library"], sort=False):
-        spread = f" ± {rows['return'].std():.2g}" if len(rows) > 1 else ""
-        speed = (rows["steps"] / rows["seconds"]).mean()
-        reached = ["never" if math.isnan(value) else f"{value:.0f}" for value in rows["seconds_to_goal"]]
-        print(f"| {task} | {library} | {len(rows)} | {rows['return'].mean():.4g}{spread} ", end="")
-        print(f"| {speed:,.0f} | {', '.join(reached)} |")
+    """The command line: each missing run in a process of its own. With the name of a run: this one."""
+    refuse_uncommitted()
+    planned = [run for run in runs() if run.experiment.program == "memory.py"]
+    for run in missing(planned):
+        if run.name in sys.argv:
+            run_one(run)
+        elif len(sys.argv) == 1:
+            subprocess.run([sys.executable, __file__, run.name], check=True)
 
 
 if __name__ == "__main__":

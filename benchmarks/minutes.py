@@ -1,6 +1,6 @@
 """Return against minutes: our scripts, Stable-Baselines3 and CleanRL, each with its settings for the task.
 
-    python benchmarks/minutes.py DIR    # does what minutes.csv lacks, one run after another
+    python benchmarks/minutes.py DIR    # does what runs.csv lacks, one run after another
     python benchmarks/figures.py        # draws the figure
 
 Ours has its defaults, Stable-Baselines3 the settings of its RL Zoo (sb3.json), and CleanRL the defaults of
@@ -20,42 +20,37 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import tyro
-from experiments import DATA, HERE, ROOT, SB3
-from run import in_words, provenance, refuse_uncommitted, store
+from experiments import HERE, ROOT, SB3, Run, runs
+from run import CURVES, KEY, RUNS, in_words, missing, provenance, refuse_uncommitted, store
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-MINUTES = DATA / "minutes.csv"
-KEY = ["env_id", "library", "steps", "seed"]  # columns that identify a run
 POINTS = 100  # of a curve
-SEEDS = 1, 2, 3
-TASKS = {  # steps; our script and flags; CleanRL's file and, as its Gymnasium is older, the task's name there
-    "CartPole-v1": (100_000, "ppo.py", [], "ppo.py", "CartPole-v1"),
-    "LunarLander-v3": (1_000_000, "ppo.py", [], "ppo.py", "LunarLander-v2"),
-    "HalfCheetah-v5": (
-        300_000, "ppo_continuous.py", ["--compile"], "ppo_continuous_action.py", "HalfCheetah-v4",
-    ),
-}  # fmt: skip
-LIBRARIES = "ours", "CleanRL", "Stable-Baselines3"
+CLEANRL = {  # its file, and the task's name in its version of Gymnasium
+    "CartPole-v1": ("ppo.py", "CartPole-v1"),
+    "LunarLander-v3": ("ppo.py", "LunarLander-v2"),
+    "HalfCheetah-v5": ("ppo_continuous_action.py", "HalfCheetah-v4"),
+}
 # The clock of a run is the processor's time of its process.
 CLOCK = "import json, runpy, sys, time; time.time = time.process_time; "
 SCRIPT = CLOCK + "del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 TRAIN_SB3 = CLOCK + "from peers import train_sb3; train_sb3(*map(json.loads, sys.argv[1:]))"
 
 
-def curve(library: str, env_id: str, seed: int, cleanrl: Path) -> tuple[np.ndarray, np.ndarray]:
+def curve(run: Run, cleanrl: Path) -> tuple[np.ndarray, np.ndarray]:
     """Train. Returns minutes and the mean return of the last 100 episodes, up to `POINTS` times."""
-    steps, script, flags, cleanrl_file, cleanrl_id = TASKS[env_id]
-    sizes = ["--total-timesteps", str(steps), "--seed", str(seed)]
-    if library == "ours":
-        words = [sys.executable, "-c", SCRIPT, str(ROOT / script), "--env-id", env_id, *sizes, *flags]
-    elif library == "CleanRL":
-        words = [str(cleanrl / ".venv/bin/python"), "-c", SCRIPT, str(cleanrl / "cleanrl" / cleanrl_file)]
-        words += ["--env-id", cleanrl_id, *sizes, "--no-cuda"]
+    script = run.experiment.script
+    if script == "cleanrl":
+        file, env_id = CLEANRL[run.env_id]
+        sizes = ["--total-timesteps", str(run.steps), "--seed", str(run.seed)]
+        words = [str(cleanrl / ".venv/bin/python"), "-c", SCRIPT, str(cleanrl / "cleanrl" / file)]
+        words += ["--env-id", env_id, *sizes, "--no-cuda"]
+    elif script == "sb3":
+        settings = SB3[run.env_id] | {"tensorboard_log": "runs"}
+        words = [sys.executable, "-c", TRAIN_SB3]
+        words += map(json.dumps, (run.env_id, run.steps, run.seed, settings))
     else:
-        settings = SB3[env_id] | {"tensorboard_log": "runs"}
-        words = [sys.executable, "-c", TRAIN_SB3, *map(json.dumps, (env_id, steps, seed, settings))]
+        words = [sys.executable, "-c", SCRIPT, str(ROOT / script), *run.arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{cleanrl}{os.pathsep}{HERE}"}
     environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # in the process itself, whose time counts
     with tempfile.TemporaryDirectory() as folder:
@@ -80,21 +75,19 @@ def cleanrl_versions(cleanrl: Path) -> str:
 def main(cleanrl: Path, /) -> None:
     """Do the runs that are not stored yet. Each is stored as soon as it is there."""
     refuse_uncommitted()
-    stored = pd.read_csv(MINUTES).set_index(KEY).index if MINUTES.exists() else []
-    for seed in SEEDS:
-        for env_id, (steps, *_) in TASKS.items():
-            for library in LIBRARIES:
-                key = env_id, library, steps, seed
-                if key in stored:
-                    continue
-                minutes, returns = curve(library, env_id, seed, cleanrl.resolve())
-                points = {"minutes": minutes, "returns": returns}
-                texts = {name: " ".join(f"{x:.5g}" for x in values) for name, values in points.items()}
-                row = dict(zip(KEY, key, strict=True)) | texts | in_words(provenance())
-                if library == "CleanRL":
-                    row["versions"] = cleanrl_versions(cleanrl)
-                store(MINUTES, [row], KEY)
-                print(f"{env_id} {library} {seed}: {returns[-1]:.4g} after {minutes[-1]:.2f} min", flush=True)
+    planned = [run for run in runs() if run.experiment.program == "minutes.py"]
+    for run in sorted(missing(planned), key=lambda run: run.seed):
+        minutes, returns = curve(run, cleanrl.resolve())
+        name, about = dict(zip(KEY, run.key, strict=True)), in_words(provenance())
+        if run.experiment.script == "cleanrl":
+            about["versions"] = cleanrl_versions(cleanrl)
+        points = {"minutes": minutes, "return": returns}
+        texts = {quantity: " ".join(f"{x:.5g}" for x in values) for quantity, values in points.items()}
+        rows = [name | {"quantity": quantity, "points": text} for quantity, text in texts.items()]
+        store(CURVES, rows, [*KEY, "quantity"])
+        row = {"flags": run.flags, "training": round(returns[-1], 4), "seconds": round(minutes[-1] * 60, 1)}
+        store(RUNS, [name | row | {"sessions": 1} | about], KEY)
+        print(f"{run.name}: {returns[-1]:.4g} after {minutes[-1]:.2f} min", flush=True)
 
 
 if __name__ == "__main__":

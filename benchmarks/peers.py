@@ -1,7 +1,8 @@
 """PPO of other libraries, with the settings of our scripts, for `run.py` and `speed.py`.
 
-`sb3`, `sbx`, `cleanrl`, `purejaxrl`, `rsl_rl` and `sb3_tensors` train with the settings of one of our scripts. They return
-rows of steps, mean return of the last 100 training episodes, and time, at the end of each rollout.
+`sb3`, `sbx`, `cleanrl`, `purejaxrl`, `rsl_rl` and `sb3_tensors` train with the settings of one of our
+scripts. They return rows of steps, mean return of the last 100 training episodes, and time, at the end of
+each rollout.
 """
 
 from __future__ import annotations
@@ -127,7 +128,9 @@ def cleanrl(args: Any) -> Rows:
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
     command = [f"{folder}/.venv/bin/python", "-c", code, f"{folder}/cleanrl/{file}.py", *words]
     environment = os.environ | {"PYTHONPATH": folder}
-    subprocess.run([*command, "--no-clip-vloss", "--no-cuda"], check=True, capture_output=True, env=environment)
+    subprocess.run(
+        [*command, "--no-clip-vloss", "--no-cuda"], check=True, capture_output=True, env=environment
+    )
     (run,) = Path("runs").iterdir()
     episodes, rows = events(run, "charts/episodic_return"), []
     for event in events(run, "charts/SPS"):

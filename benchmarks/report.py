@@ -22,6 +22,8 @@ from rliable.library import get_interval_estimates
 from run import CURVES, KEY, RUNS, SPEEDS
 
 Row = dict[str, str]  # the cells of a table, by the column's title
+LANGUAGE_CURVES = experiments.DATA / "language_curves.csv"
+TRL_LOSSES = {"constant": "dr_grpo", "token-mean": "dapo", "sequence-mean": "grpo"}  # our name, TRL's
 PAGES = ROOT / "README.md", ROOT / "results/README.md"
 SUMMARY = ["Acrobot-v1, 500k", "MountainCar-v0, 1M", "LunarLander-v3, 1M", "HalfCheetah-v5, 1M"]
 SUMMARY += ["Hopper-v5, 1M", "Humanoid-v5, 1M", "Swimmer-v5, 1M", "BreakoutNoFrameskip-v4, 10M"]
@@ -143,6 +145,7 @@ def study_table(results: pd.DataFrame, study: Study) -> Iterator[Row]:
 
 VARIANTS = {"eager": "ours", "--compile": "ours, `--compile`", "--bfloat16": "ours, `--bfloat16`"}
 VARIANTS |= {"cleanrl": "CleanRL", "sbx": "SBX", "rsl_rl": "RSL-RL"}
+VARIANTS |= {"purejaxrl": "PureJaxRL (environment in JAX)"}
 VARIANTS |= {"sb3": "Stable-Baselines3", "sb3_tensors": "Stable-Baselines3"}
 
 
@@ -157,7 +160,9 @@ def span(runs: Any, digits: int = 0) -> str:
 
 def load_speeds() -> pd.DataFrame:
     """What speed.py stored, in the order of VARIANTS."""
-    speeds = pd.read_csv(SPEEDS).sort_values("variant", key=lambda names: names.map([*VARIANTS].index))
+    speeds = pd.read_csv(SPEEDS)
+    speeds = speeds[speeds.variant.isin([*VARIANTS])]
+    speeds = speeds.sort_values("variant", key=lambda names: names.map([*VARIANTS].index))
     return speeds.sort_values("env_id", kind="stable")
 
 
@@ -167,22 +172,78 @@ def speed_table(speeds: pd.DataFrame) -> Iterator[Row]:
         yield {
             "task": f"{row.env_id}, N = {row.num_envs:,}",
             "variant": VARIANTS[row.variant],
-            "steps per second": span(row.speed),
+            "steps per CPU second": span(row.speed),
             "ratio": span(row.ratio, 2),
-            "s to the goal": span(getattr(row, "goal", "")),
+            "CPU seconds to the goal": span(getattr(row, "goal", "")),
         }
 
 
 def device_table() -> Iterator[Row]:
     """Single runs on a GPU."""
-    for run in pd.read_csv(experiments.DATA / "gpu.csv", keep_default_na=False).itertuples():
+    speeds = pd.read_csv(SPEEDS)
+    for run in speeds[speeds.machine.str.startswith("NVIDIA")].itertuples():
         yield {
-            "`python ...`": f"`{run.command}`",
-            "transitions": f"{run.transitions:,}" + (f" ({run.note})" if run.note else ""),
-            "transitions per second": f"{run.speed:,}",
-            "last 100 training episodes": run.training,
-            "greedy": run.greedy,
+            "`python ...`": f"`{run.variant}`",
+            "transitions": f"{run.timesteps:,}",
+            "transitions per second": f"{float(run.speed):,.0f}",
+            "last 100 training episodes": "" if np.isnan(run.training) else f"{run.training:.1f}",
+            "greedy": "" if np.isnan(run.greedy) else f"{run.greedy:.1f}",
         }
+
+
+def memory_table(results: pd.DataFrame) -> Iterator[Row]:
+    """Tasks that need a memory."""
+    for task in experiments.MEMORY_TASKS:
+        for experiment in experiments.MEMORY:
+            found = results[(results.experiment == experiment.name) & (results.env_id == task)]
+            if len(found):
+                reached = ["never" if np.isnan(x) else f"{x:.0f}" for x in found.seconds_to_goal]
+                yield {
+                    "task": task.removeprefix("popgym:popgym-"),
+                    "trained by": experiment.label,
+                    "runs": f"{len(found)}",
+                    "return": spread(found.training),
+                    "steps per CPU second": f"{(found.steps / found.seconds).mean():,.0f}",
+                    "CPU seconds to the goal": ", ".join(reached),
+                }
+
+
+def trl_table() -> Iterator[Row]:
+    """The same model, trained by grpo.py and by TRL: medians of the seeds, and their range."""
+    runs, curves = pd.read_csv(experiments.DATA / "language.csv"), pd.read_csv(LANGUAGE_CURVES)
+    curves["batch"] = curves.groupby(["study", "seed"]).seconds.diff()
+    runs = runs.merge(curves.groupby(["study", "seed"]).batch.median(), on=["study", "seed"])
+    for loss, name in TRL_LOSSES.items():
+        ours, theirs = (
+            runs[runs.study == f"llama-{library}-{loss}"].set_index("seed") for library in ("grpo", "trl")
+        )
+        ratio = theirs.batch / ours.batch
+
+        def median(values: pd.Series, digits: int) -> str:
+            return span(" ".join(f"{x:.6g}" for x in values), digits)
+
+        yield {
+            "aggregation here (in TRL)": f"{loss} ({name})",
+            "reward, last 10 batches: here": median(ours.gold, 3),
+            "TRL": median(theirs.gold, 3),
+            "CPU seconds per batch, TRL over here": median(ratio, 2),
+            "peak MiB: here": f"{ours.peak_mib.max():.0f}",
+            "peak MiB: TRL": f"{theirs.peak_mib.max():.0f}",
+        }
+
+
+def minutes_table(results: pd.DataFrame) -> Iterator[Row]:
+    """Returns at the end, and CPU minutes; medians of the seeds, and their range."""
+    for task in experiments.TIMED:
+        for experiment in experiments.MINUTES:
+            found = select(results, experiment.name, task)
+            if len(found):
+                yield {
+                    "environment, steps": name_of(task),
+                    "trained by": experiment.label,
+                    "last 100 training episodes": spread(found.training),
+                    "minutes of one core": spread(found.seconds / 60),
+                }
 
 
 def markdown(rows: Iterable[Row]) -> str:
@@ -204,6 +265,9 @@ def tables() -> dict[str, str]:
     made["atari"] = [*atari_table(results)]
     made["gpu"] = [*returns(results, ["gpu"], [experiments.PENDULUMS], "")]
     made["device"] = [*device_table()]
+    made["memory"] = [*memory_table(results)]
+    made["minutes"] = [*minutes_table(results)]
+    made["trl"] = [*trl_table()]
     made["speed"] = [*speed_table(load_speeds())]
     rows = made["classic"] + made["mujoco"] + made["atari"]
     made["summary"] = [row for row in rows if row["environment, steps"] in SUMMARY]

@@ -93,7 +93,8 @@ def store(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
     with FileLock(HERE / "unfinished" / "lock"):
         table = pd.DataFrame(rows)
         if path.exists():
-            table = pd.concat([pd.read_csv(path, float_precision="round_trip"), table])
+            stored = pd.read_csv(path, float_precision="round_trip", dtype_backend="numpy_nullable")
+            table = pd.concat([stored, table])
         table = table.drop_duplicates(columns, keep="last").sort_values(columns)
         table.to_csv(path.with_suffix(".tmp"), index=False, lineterminator="\n")
         path.with_suffix(".tmp").replace(path)  # so the file is always complete
@@ -194,7 +195,8 @@ class Args:  # the comments are the texts of --help
 def main() -> None:
     """The command line. Exit status: 0 done, 1 refused or runs failed, 130 stopped."""
     args, failed = tyro.cli(Args, description=__doc__), 0
-    selected = [x for x in runs() if x.name.startswith(args.only) or fnmatch.fnmatch(x.name, args.only)]
+    ours = [run for run in runs() if run.experiment.program == "run.py"]
+    selected = [x for x in ours if x.name.startswith(args.only) or fnmatch.fnmatch(x.name, args.only)]
     if args.dry_run:
         for run in missing(selected):
             print("missing", run.name)
