@@ -37,7 +37,7 @@ def test_list_of_experiments_is_sound():
     for run in {(run.experiment.name, run.env_id): run for run in listed}.values():
         if run.experiment.script == "sb3":
             assert gym.make(run.env_id).spec
-        else:
+        elif run.experiment.script.endswith(".py"):
             with experiments.script_of(run) as script:
                 script.check(tyro.cli(script.Args, args=run.arguments))
     have = {(run.experiment.name, (run.env_id, run.steps)) for run in listed}
@@ -55,7 +55,8 @@ def test_stored_results_are_those_of_the_list():
         run = listed[row.experiment, row.env_id, row.steps, row.seed]
         assert row.flags == run.flags, run.name
         assert len(row.commit) == 40
-    keys = set(map(tuple, table[runner.KEY].to_numpy()))
+    with_curves = table[[not name.startswith("memory-") for name in table.experiment]]
+    keys = set(map(tuple, with_curves[runner.KEY].to_numpy()))
     assert set(map(tuple, curves[curves.quantity == "return"][runner.KEY].to_numpy())) == keys
 
 
@@ -82,10 +83,10 @@ def test_figures(tmp_path):
     """Figures are drawn in two themes, and the committed files are those; a page shows each."""
     figures.draw(tmp_path)
     language_report.draw(*language_report.load(), tmp_path)
-    made = {path.name for path in tmp_path.iterdir()} | {"trl-light.png", "trl-dark.png"}
+    made = {path.name for path in tmp_path.iterdir()} | {"agents.webp"}
     assert made == {path.name for path in experiments.FIGURES.iterdir()}
     pages = "".join(path.read_text() for path in (*report.PAGES, *ROOT.glob("docs/*.md")))
-    assert made == set(re.findall(r"figures/([\w-]+\.png)", pages))
+    assert made == set(re.findall(r"figures/([\w-]+\.\w+)", pages))
 
 
 def test_commands_in_the_readmes_select_runs():
@@ -115,7 +116,7 @@ def test_language_studies():
         study.script.check(tyro.cli(study.script.Args, args=study.flags.split()))
     runs, curves = pd.read_csv(language.RUNS, keep_default_na=False), pd.read_csv(language.CURVES)
     assert not runs.duplicated(["study", "seed"]).any()
-    for run in runs.itertuples():
+    for run in runs[runs.task.isin(["reviews", "sums"])].itertuples():
         study = studies[run.study]
         assert (run.script, run.task) == (study.script.__name__, study.task)
         assert (run.flags, run.fault) == (study.flags, study.fault)

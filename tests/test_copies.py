@@ -45,4 +45,4 @@ def test_a_selection_of_no_run_fails():
     assert tool.returncode != 0
     assert "no such run" in tool.stderr
     scripts = {line.split()[0] for line in load_tool("same").RUNS.strip().splitlines()}
-    assert scripts == {path.name for path in ROOT.glob("*.py")} - {"plot.py", "coach.py"}
+    assert scripts == {path.name for path in ROOT.glob("*.py")} - {"plot.py", "coach.py", "memory_tasks.py"}

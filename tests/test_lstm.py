@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from unittest import mock
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import scripted_envs
@@ -356,3 +357,21 @@ def test_a_cue_is_remembered_for_eight_steps(script, cell, low, high, tmp_path, 
     monkeypatch.chdir(tmp_path)
     args = script.Args(**CUE, **({"cell": cell} if cell else {}))
     assert low <= np.mean(script.train(args)["greedy_returns"]) <= high
+
+
+def test_memory_tasks():
+    """Velocities are hidden. A cue is shown once; eight steps later, the action that names it is rewarded."""
+    env, full = gym.make("memory_tasks:PositionOnlyCartPole-v1"), gym.make("CartPole-v1")
+    obs, _ = env.reset(seed=3)
+    np.testing.assert_array_equal(obs, full.reset(seed=3)[0][[0, 2]])
+    assert gym.make("memory_tasks:PositionOnlyAcrobot-v1").observation_space.shape == (4,)
+    for answer in range(4):
+        env = gym.make("memory_tasks:Cue-v0")
+        shown, _ = env.reset(seed=5)
+        cue, steps, over = int(shown.argmax()), 0, False
+        while not over:
+            obs, reward, over, _, _ = env.step(answer)
+            steps += 1
+            assert reward == 0 or over
+            assert obs[:4].sum() == 0  # it is not shown again
+        assert (steps, reward) == (9, float(answer == cue))

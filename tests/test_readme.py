@@ -43,12 +43,13 @@ NAMES = (
 )
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
 README, METRICS, VARIANTS = PAGES["README.md"], PAGES["docs/metrics.md"], PAGES["docs/scripts.md"]
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README + PAGES["docs/recipes.md"], re.DOTALL | re.MULTILINE)
+TESTED = README + PAGES["docs/first_hour.md"] + PAGES["docs/recipes.md"]
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TESTED, re.DOTALL | re.MULTILINE)
 PROGRAMS = [text for language, text in BLOCKS if language == "python"]
 COMMANDS = [
     line for language, text in BLOCKS if language == "sh" for line in re.findall("^[^#].*", text, re.M)
 ]
-SET_UP = [line for line in COMMANDS if re.match(r"(python3 -m venv|source|pip) ", line)]
+SET_UP = [line for line in COMMANDS if re.match(r"(python3 -m venv|pip|uv|uvx) ", line)]
 LOOPS = [line for line in COMMANDS if line.startswith("for ")]
 CALLS = [line for line in COMMANDS if re.match(r"python (ppo\w*|plot|coach)\.py", line)]
 TOOLS = {"plot.py": plot, "coach.py": coach}
@@ -171,9 +172,10 @@ def test_every_flag_exists():
     settings = [script.Args for script in (*SCRIPTS.values(), ppo_gpu, ppo_rlhf, grpo)]
     names = {field.name for kind in (*settings, coach.Plan, coach.Check) for field in fields(kind)}
     flags = {f"--{prefix}{name.replace('_', '-')}" for name in names for prefix in ("", "no-")}
-    others = {"--help", "--compare", "--torch-backend", "--nproc-per-node", "--fix", "--check", "--logdir"}
+    others = {"--help", "--compare", "--nproc-per-node", "--fix", "--check", "--logdir"}
+    others |= {"--extra", "--torch-backend", "--with-editable"}  # of uv
     others |= {"--fast", "--lowest"}  # .ci/run
-    others |= {"--only", "--store", "--run", "--dry-run", "--peers", "--cleanrl"}  # benchmarks
+    others |= {"--only", "--store", "--run", "--dry-run", "--peers", "--cleanrl", "--purejaxrl"}
     for name, text in PAGES.items():
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= flags | others, name
 
