@@ -9,9 +9,9 @@ by the script itself (`--evaluate ... --capture-video`). Without a screen, MuJoC
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from experiments import FIGURES, HERE, ROOT
@@ -19,45 +19,59 @@ from moviepy import VideoFileClip
 from PIL import Image, ImageDraw, ImageFont
 
 FOLDER = HERE / "unfinished" / "agents"
-PONG = "--total-timesteps 2e6 --learning-rate 5e-4 --num-minibatches 8 --bfloat16 --num-threads 1 --seed 2"
-SCENES = {  # title, script and flags; from which second of the episode, and how much faster than recorded
-    "CartPole-v1": ("CartPole, 100k steps", "ppo.py", "--total-timesteps 1e5", 0, 1),
-    "LunarLander-v3": ("LunarLander, 1M steps", "ppo.py", "--total-timesteps 1e6", 0, 1),
-    "HalfCheetah-v5": ("HalfCheetah, 1M steps", "ppo_continuous.py", "--compile", 1, 1),
-    "PongNoFrameskip-v4": ("Pong, 2M steps", "ppo_atari.py", PONG, 4, 1),
-}
-SECONDS, FPS = 6, 12.5
+SECONDS, FPS = 8, 20
 SIZE, BAR = 200, 22  # pixels of a picture, which is square, and of its title
 
 
-def checkpoint_of(env_id: str) -> Path:
+@dataclass
+class Scene:
+    """A policy, how it is trained, and how it is filmed."""
+
+    title: str
+    script: str
+    env_id: str
+    flags: str = ""
+    start: float = 0  # second of the video that is shown first
+    camera: str = "{}"  # arguments of the environment for the film
+
+
+PONG = "--total-timesteps 2e6 --learning-rate 5e-4 --num-minibatches 8 --bfloat16 --num-threads 1 --seed 2"
+TRACK = '{"camera_name": "track", "width": 400, "height": 400}'
+SCENES = [
+    Scene("CartPole, 100k steps", "ppo.py", "CartPole-v1", "--total-timesteps 1e5"),
+    Scene("LunarLander, 1M steps", "ppo.py", "LunarLander-v3", "--total-timesteps 1e6"),
+    Scene("HalfCheetah, 1M steps", "ppo_continuous.py", "HalfCheetah-v5", "--compile", 1, TRACK),
+    Scene("Pong, 2M steps", "ppo_atari.py", "PongNoFrameskip-v4", PONG, 4),
+]
+
+
+def checkpoint_of(scene: Scene) -> Path:
     """The checkpoint of a trained policy. It is trained if there is none."""
-    pattern = f"runs/{env_id}__*/checkpoint.pt"
+    pattern = f"runs/{scene.env_id}__*/checkpoint.pt"
     if not any(FOLDER.glob(pattern)):
-        _, script, flags, *_ = SCENES[env_id]
-        command = [sys.executable, str(ROOT / script), "--env-id", env_id, *flags.split()]
+        command = [sys.executable, str(ROOT / scene.script), "--env-id", scene.env_id, *scene.flags.split()]
         subprocess.run(command, check=True, cwd=FOLDER)
     return next(FOLDER.glob(pattern))
 
 
-def film(env_id: str) -> list[Image.Image]:
+def film(scene: Scene) -> list[Image.Image]:
     """The pictures of a policy, with its title."""
-    title, script, _, start, faster = SCENES[env_id]
-    checkpoint = checkpoint_of(env_id)
-    command = [sys.executable, str(ROOT / script), "--evaluate", str(checkpoint), "--capture-video"]
-    subprocess.run([*command, "--eval-episodes", "1"], check=True, cwd=FOLDER)
+    checkpoint = checkpoint_of(scene)
+    command = [sys.executable, str(ROOT / scene.script), "--evaluate", str(checkpoint), "--capture-video"]
+    command += ["--eval-episodes", "1", "--env-kwargs", scene.camera]
+    subprocess.run(command, check=True, cwd=FOLDER)
     video = max(checkpoint.parent.glob("videos/*.mp4"), key=lambda path: path.stat().st_mtime)
     font, pictures = ImageFont.load_default(13), []
     with VideoFileClip(str(video)) as clip:
-        times = (start + faster * i / FPS for i in range(round(SECONDS * FPS)))
-        for time in times:
-            picture = Image.fromarray(clip.get_frame(min(time, clip.duration - 0.1)))
+        for index in range(SECONDS * FPS):
+            second = min(scene.start + index / FPS, clip.duration - 0.1)
+            picture = Image.fromarray(clip.get_frame(second))
             side = min(picture.size)
             left, top = (picture.width - side) // 2, (picture.height - side) // 2
             square = picture.crop((left, top, left + side, top + side))
             canvas = Image.new("RGB", (SIZE, SIZE + BAR), "#1f2328")
             canvas.paste(square.resize((SIZE, SIZE), Image.Resampling.LANCZOS), (0, BAR))
-            ImageDraw.Draw(canvas).text((SIZE / 2, BAR / 2), title, "white", font, "mm")
+            ImageDraw.Draw(canvas).text((SIZE / 2, BAR / 2), scene.title, "white", font, "mm")
             pictures.append(canvas)
     return pictures
 
@@ -65,16 +79,15 @@ def film(env_id: str) -> list[Image.Image]:
 def main() -> None:
     """Make the animated picture."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    films = [film(env_id) for env_id in SCENES]
     frames = []
-    for row in itertools.zip_longest(*films):
-        frame = Image.new("RGB", (SIZE * len(row), SIZE + BAR))
-        for i, picture in enumerate(row):
+    for pictures in zip(*map(film, SCENES), strict=True):
+        frame = Image.new("RGB", (SIZE * len(pictures), SIZE + BAR))
+        for i, picture in enumerate(pictures):
             frame.paste(picture, (SIZE * i, 0))
         frames.append(frame)
     path = FIGURES / "agents.webp"
     first, *rest = frames
-    first.save(path, save_all=True, append_images=rest, duration=1000 / FPS, loop=0, quality=40, method=6)
+    first.save(path, save_all=True, append_images=rest, duration=1000 // FPS, loop=0, quality=50, method=6)
     print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
 

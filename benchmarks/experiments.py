@@ -114,7 +114,7 @@ PUBLISHED: dict[str, tuple[float, float | None, str, str]] = {
     "Hopper-v5": (2609.3, 700.8, "Tianshou", "v3"),
     "Walker2d-v5": (4000.0, None, "ikostrikov", ""),
     "Ant-v5": (3258.4, 1079.3, "Tianshou", "v3"),
-    "Humanoid-v5": (787.1, 193.5, "Tianshou", "v3"),
+    "Humanoid-v5": (787.1, 193.5, "Tianshou", "v3, other rewards"),
     "Swimmer-v5": (281.6, 9.7, "RL Zoo", "v3"),
     "Reacher-v5": (-4.1, 0.3, "Tianshou", "v2"),
     "InvertedPendulum-v5": (1000.0, 0.0, "Tianshou", "v2"),
@@ -122,7 +122,7 @@ PUBLISHED: dict[str, tuple[float, float | None, str, str]] = {
     "Pusher-v5": (-40.4, 7.2, "CleanRL", "v4"),
     "Pendulum-v1": (-172.2, 104.2, "RL Zoo", "v1"),
     "PongNoFrameskip-v4": (21.0, 0.1, "RL Zoo", "at 10M"),
-    "BreakoutNoFrameskip-v4": (414.7, 28.1, "CleanRL", "at 10M"),
+    "BreakoutNoFrameskip-v4": (414.7, 28.1, "CleanRL", "at 10M, in training"),
 }
 SOURCES = {
     "RL Zoo": "https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/benchmark.md",

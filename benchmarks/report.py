@@ -101,6 +101,7 @@ def returns(results: pd.DataFrame, names: list[str], tasks: list[Task], peer: st
             ours, other = spread(found.greedy), spread(theirs)
             yield {
                 "environment, steps": name_of(task) + ("" if label == "the defaults" else f", {label}"),
+                "seeds": f"{len(found)}",
                 "last 100 training episodes": spread(found.training),
                 "greedy": f"**{ours}**" if best[0] else ours,
                 "Stable-Baselines3 here": f"**{other}**" if best[1] else other,

@@ -173,7 +173,7 @@ def test_every_flag_exists():
     names = {field.name for kind in (*settings, coach.Plan, coach.Check) for field in fields(kind)}
     flags = {f"--{prefix}{name.replace('_', '-')}" for name in names for prefix in ("", "no-")}
     others = {"--help", "--compare", "--nproc-per-node", "--fix", "--check", "--logdir"}
-    others |= {"--extra", "--torch-backend", "--with-editable"}  # of uv
+    others |= {"--extra", "--torch-backend", "--with-editable", "--no-deps"}  # of uv and pip
     others |= {"--fast", "--lowest"}  # .ci/run
     others |= {"--only", "--store", "--run", "--dry-run", "--peers", "--cleanrl", "--purejaxrl"}
     for name, text in PAGES.items():
