@@ -1,6 +1,8 @@
 """Tasks that need a memory, for `ppo_lstm.py`: what one observation shows is not enough to act well.
 
-python ppo_lstm.py --env-id memory_tasks:PositionOnlyCartPole-v1 --total-timesteps 1e5
+    python ppo_lstm.py --env-id memory_tasks:PositionOnlyCartPole-v1 --total-timesteps 1e5
+
+The others are `memory_tasks:PositionOnlyAcrobot-v1` and `memory_tasks:Cue-v0`.
 """
 
 import gymnasium as gym

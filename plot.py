@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["matplotlib", "pandas<3", "tensorboard", "tyro>=0.9.1"]
+# ///
 """Learning curves of runs, from their TensorBoard files. Runs of CleanRL have the same tags.
 
     python plot.py runs/* --output curves.png

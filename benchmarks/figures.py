@@ -106,7 +106,9 @@ def speed_figure() -> Figure:
     for axes, (env_id, found) in zip(figure.subplots(1, len(tasks)), tasks, strict=True):
         names = [VARIANTS[name].replace("`", "") for name in found.variant]
         runs = [np.sort(np.array(text.split(), float)) for text in found.speed]
-        limit = 1.15 * max(speeds.max() for name, speeds in zip(names, runs, strict=True) if "JAX" not in name)
+        limit = 1.15 * max(
+            speeds.max() for name, speeds in zip(names, runs, strict=True) if "JAX" not in name
+        )
         for y, (name, speeds) in enumerate(zip(names, runs, strict=True)):
             median = np.median(speeds)
             axes.barh(y, min(median, limit), color=COLORS[0 if name.startswith("ours") else 1])
