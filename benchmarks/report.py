@@ -99,12 +99,15 @@ def returns(results: pd.DataFrame, names: list[str], tasks: list[Task], peer: st
             means = [found.greedy.mean(), theirs.mean(), experiments.PUBLISHED.get(task[0], [np.nan])[0]]
             best = np.round(means, 1) == np.nanmax(np.round(means, 1))
             ours, other = spread(found.greedy), spread(theirs)
+            other = f"**{other}**" if best[1] else other
+            if len(theirs) and task[0] in experiments.SB3_NOTES:
+                other += f" ({experiments.SB3_NOTES[task[0]]})"
             yield {
                 "environment, steps": name_of(task) + ("" if label == "the defaults" else f", {label}"),
                 "seeds": f"{len(found)}",
                 "last 100 training episodes": spread(found.training),
                 "greedy": f"**{ours}**" if best[0] else ours,
-                "Stable-Baselines3 here": f"**{other}**" if best[1] else other,
+                "Stable-Baselines3 here": other,
                 "best published": published(task[0], best[2]) if known else "",
             }
 
@@ -177,6 +180,20 @@ def speed_table(speeds: pd.DataFrame) -> Iterator[Row]:
             "ratio": span(row.ratio, 2),
             "CPU seconds to the goal": span(getattr(row, "goal", "")),
         }
+
+
+def ratios_table(speeds: pd.DataFrame) -> Iterator[Row]:
+    """Medians of the speeds, divided by Stable-Baselines3's in the same round."""
+    for (env_id, num_envs), found in speeds.groupby(["env_id", "num_envs"]):
+        cells = dict.fromkeys(("ours", "ours, with a flag", "SBX", "CleanRL", "PureJaxRL", "RSL-RL"), "")
+        for row in found.itertuples():
+            ratio = span(row.ratio, 1).split(" ")[0]
+            label = VARIANTS[row.variant].split(" (")[0]
+            if row.variant.startswith("--"):
+                label, ratio = "ours, with a flag", f"{ratio} (`{row.variant}`)"
+            if label in cells:
+                cells[label] = ratio
+        yield {"task, N": f"{env_id}, {num_envs:,}"} | cells
 
 
 def device_table() -> Iterator[Row]:
@@ -270,6 +287,7 @@ def tables() -> dict[str, str]:
     made["minutes"] = [*minutes_table(results)]
     made["trl"] = [*trl_table()]
     made["speed"] = [*speed_table(load_speeds())]
+    made["ratios"] = [*ratios_table(load_speeds())]
     rows = made["classic"] + made["mujoco"] + made["atari"]
     made["summary"] = [row for row in rows if row["environment, steps"] in SUMMARY]
     return {name: markdown(rows) for name, rows in made.items()}
