@@ -113,7 +113,7 @@ def cost_table(runs: pd.DataFrame, curves: pd.DataFrame) -> Iterator[Row]:
                 "run": f"{label}, {task}",
                 "seeds": f"{len(found)}",
                 "tokens": f"{found.tokens.mean() / 1000:.0f}k",
-                "gradient steps": f"{found.gradient_steps.iloc[0]:,}",
+                "gradient steps": f"{found.gradient_steps.iloc[0]:,.0f}",
                 "seconds": middle(found.seconds, "{:.0f}"),
                 "to 90%": f"{good.tokens / 1000:.0f}k tokens, {good.seconds:.0f} s",
             }
