@@ -2,7 +2,7 @@
 
     python ppo_lstm.py --env-id memory_tasks:PositionOnlyCartPole-v1 --total-timesteps 1e5
 
-The others are `memory_tasks:PositionOnlyAcrobot-v1` and `memory_tasks:Cue-v0`.
+The others are `memory_tasks:PositionOnlyAcrobot-v1` and `memory_tasks:Cue-v0` (without a picture).
 """
 
 import gymnasium as gym

@@ -36,11 +36,11 @@ from pathlib import Path
 
 import torch
 from experiments import HERE
+from experiments import TRL_LOSSES as LOSSES
 
 sys.path.insert(0, str(HERE.parent))
 import grpo
 
-LOSSES = {"constant": "dr_grpo", "token-mean": "dapo", "sequence-mean": "grpo"}  # as in report.py
 SEEDS = range(1, 6)
 STEPS = 50  # batches of 256 responses
 WORDS = ["<pad>", "<stop>", "+", "=", *"0123456789"]
@@ -131,7 +131,7 @@ def train_trl(folder: str, loss: str, seed: int) -> None:
     trainer.train()
 
 
-def run(library: str, loss: str, seed: str, folder: str) -> None:
+def train_and_store(library: str, loss: str, seed: str, folder: str) -> None:
     """A run in the process's current folder. It is added to the stored ones."""
     train = train_ours if library == "grpo" else train_trl
     train(folder, loss, int(seed))
@@ -141,7 +141,8 @@ def run(library: str, loss: str, seed: str, folder: str) -> None:
     rewards, times, peaks = zip(*calls, strict=True)
     study = {"study": f"llama-{library}-{loss}", "seed": seed}
     points = [
-        {"episodes": 256 * i, "seconds": times[i] - times[0], "score": rewards[i]} for i in range(len(calls))
+        {"episodes": 256 * (i + 1), "seconds": times[i] - times[0], "score": rewards[i]}
+        for i in range(len(calls))
     ]
     append(CURVES, CURVE_COLUMNS, [study | point for point in points])
     flags = f"--loss-aggregation {loss}" if library == "grpo" else f"loss_type={LOSSES[loss]}"
@@ -153,7 +154,7 @@ def run(library: str, loss: str, seed: str, folder: str) -> None:
         "flags": flags,
         "episodes": 256 * STEPS,
         "seconds": times[-1] - times[0],
-        "gold": sum(rewards[-10:]) / 10,
+        "score": sum(rewards[-10:]) / 10,  # mean reward of the last ten batches
         "peak_mib": max(peaks),
     }
     append(RUNS, RUN_COLUMNS, [study | result | in_words(about)])
@@ -161,6 +162,9 @@ def run(library: str, loss: str, seed: str, folder: str) -> None:
 
 def run_missing() -> None:
     """Make the model, and do the runs that are not stored."""
+    from run import refuse_uncommitted
+
+    refuse_uncommitted()
     stored = (HERE.parent / "results/data/language.csv").read_text()
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
@@ -174,6 +178,6 @@ def run_missing() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        run(*sys.argv[1:])
+        train_and_store(*sys.argv[1:])
     else:
         run_missing()

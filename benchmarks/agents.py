@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from experiments import FIGURES, HERE, ROOT
 from moviepy import VideoFileClip
 from PIL import Image, ImageDraw, ImageFont
@@ -46,12 +47,16 @@ SCENES = [
 
 
 def checkpoint_of(scene: Scene) -> Path:
-    """The checkpoint of a trained policy. It is trained if there is none."""
+    """The checkpoint of a trained policy. What was not trained, or not to the end, is trained."""
+    command = [sys.executable, str(ROOT / scene.script), *scene.flags.split()]
     pattern = f"runs/{scene.env_id}__*/checkpoint.pt"
     if not any(FOLDER.glob(pattern)):
-        command = [sys.executable, str(ROOT / scene.script), "--env-id", scene.env_id, *scene.flags.split()]
-        subprocess.run(command, check=True, cwd=FOLDER)
-    return next(FOLDER.glob(pattern))
+        subprocess.run([*command, "--env-id", scene.env_id], check=True, cwd=FOLDER)
+    (path,) = FOLDER.glob(pattern)
+    content = torch.load(path, weights_only=True)
+    if content["state"]["global_step"] < content["args"]["total_timesteps"]:
+        subprocess.run([*command, "--resume", str(path)], check=True, cwd=FOLDER)
+    return path
 
 
 def film(scene: Scene) -> list[Image.Image]:

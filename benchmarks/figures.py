@@ -16,14 +16,15 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import torch
-from experiments import EXPERIMENTS, FIGURES, MINUTES, ROOT, TIMED, Task
+from experiments import EXPERIMENTS, FIGURES, MINUTES, ROOT, TIMED, TRL_LOSSES, Task
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import LogLocator, NullLocator
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from report import LANGUAGE_CURVES, TRL_LOSSES, VARIANTS, load, load_speeds, name_of, select
+from report import LANGUAGE_CURVES, VARIANTS, load, load_speeds, name_of, select
 
 sys.path.insert(0, str(ROOT))
 from ppo import compute_gae
@@ -218,9 +219,10 @@ def style(theme: str) -> Any:
 
 
 def save(figure: Figure, path: Path, always: bool = True) -> None:
-    """Save a figure in 100 colours, which makes small files. Unless `always`, only if a curve changed."""
+    """Save a figure in 100 colours, for small files. Unless `always`, only if curves or words changed."""
     lines = [line.get_xydata() for axes in figure.axes for line in axes.lines]
-    digest = hashlib.sha256(np.float32(np.concatenate(lines)).tobytes()).hexdigest()
+    words = [text.get_text() for text in figure.findobj(Text)]
+    digest = hashlib.sha256(np.float32(np.concatenate(lines)).tobytes() + repr(words).encode()).hexdigest()
     if not always and path.exists() and Image.open(path).info.get("curves") == digest:
         return
     figure.dpi = 110

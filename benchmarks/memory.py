@@ -1,22 +1,26 @@
 """Tasks that need a memory: ppo_lstm.py, ppo.py, and RecurrentPPO of sb3-contrib.
 
-    pip install --no-deps popgym sb3-contrib
+    pip install -e '.[benchmarks]' && pip install --no-deps popgym sb3-contrib
     python benchmarks/memory.py      # does what runs.csv lacks
     python benchmarks/report.py      # the table
 
 RecurrentPPO has the settings of RL Baselines3 Zoo where it has some for the task (for CartPole without
-velocities, and for Acrobot with them), else its defaults with 16 environments. "With ours", it has those of
-ppo_lstm.py, and one LSTM for actor and critic. A return is the mean of the last 100 episodes of training.
-Each run is a process with one thread. Seconds are of its CPU time, from the start to the last update's end.
+velocities, and for Acrobot with them), else its defaults with 16 environments. "With our settings", it has
+those of ppo_lstm.py, and one LSTM for actor and critic. A return is the mean of the last 100 episodes of
+training. Each run is a process with one thread. Seconds are of its CPU time, from the start to the end of the
+last update.
 """
 
+import contextlib
 import importlib
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.metadata import version
 
 import numpy as np
+import tyro
 from experiments import MEMORY_TASKS, ROOT, Run, runs
 from run import KEY, RUNS, in_words, missing, provenance, refuse_uncommitted, store
 
@@ -37,7 +41,7 @@ ZOO = {
 Rows = list[tuple[float, float, float]]  # steps, return and CPU time after each iteration
 
 
-def run_ours(script, task, steps, seed) -> Rows:
+def run_ours(script, args) -> Rows:
     """Train with a script of this repository."""
     rows = []
 
@@ -47,9 +51,8 @@ def run_ours(script, task, steps, seed) -> Rows:
             rows.append((self.state.global_step, self.average, time.process_time()))
 
     script.Run = Run
-    script.train(
-        script.Args(env_id=task, total_timesteps=steps, seed=seed, exp_name=f"memory-{script.__name__}")
-    )
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        script.train(args)
     return rows
 
 
@@ -97,26 +100,28 @@ def run_one(run: Run) -> None:
         rows = run_sb3(settings, run.env_id, run.steps, run.seed)
     else:
         script = importlib.import_module(run.experiment.script.removesuffix(".py"))
-        rows = run_ours(script, run.env_id, run.steps, run.seed)
+        rows = run_ours(script, tyro.cli(script.Args, args=run.arguments))
     _, last, end = rows[-1]
     reached = [now - start for _, value, now in rows if value >= MEMORY_TASKS[run.env_id][1]]
-    row = dict(zip(KEY, run.key, strict=True)) | {"flags": "", "training": round(float(last), 3)}
-    row |= {"seconds": round(end - start, 1), "seconds_to_goal": round(reached[0], 1) if reached else None}
+    row = dict(zip(KEY, run.key, strict=True)) | {"flags": run.flags, "training": round(float(last), 3)}
+    row["seconds"] = round(end - start, 1)
+    if reached:
+        row["seconds_to_goal"] = round(reached[0], 1)
     about = provenance()
     about["versions"] |= {name: version(name) for name in ("sb3-contrib", "popgym")}
     store(RUNS, [row | {"sessions": 1} | in_words(about)], KEY)
 
 
-def main() -> None:
-    """The command line: each missing run in a process of its own. With the name of a run: this one."""
+def main(name: str = "", /) -> None:
+    """Do each missing run in a process of its own. With the name of a run, do this one here."""
     refuse_uncommitted()
-    planned = [run for run in runs() if run.experiment.program == "memory.py"]
-    for run in missing(planned):
-        if run.name in sys.argv:
-            run_one(run)
-        elif len(sys.argv) == 1:
-            subprocess.run([sys.executable, __file__, run.name], check=True)
+    planned = {run.name: run for run in runs() if run.experiment.program == "memory.py"}
+    if name:
+        run_one(planned[name])
+        return
+    for run in missing([*planned.values()]):
+        subprocess.run([sys.executable, __file__, run.name], check=True)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -7,7 +7,8 @@ Ours has its defaults, Stable-Baselines3 the settings of its RL Zoo (sb3.json), 
 its `ppo.py` and `ppo_continuous_action.py`. DIR is a checkout of CleanRL with a virtual environment DIR/.venv
 (`pip install torch gymnasium[mujoco]==0.29.1 mujoco==2.3.7 numpy==1.26.4 tensorboard tyro box2d pygame`).
 Each run is a process with one thread, whose clock is the processor's time since the process started, in what
-TensorBoard logs, too. So other programs on the machine hardly matter.
+TensorBoard logs, too. Time in which other programs have the core does not count, but they share its caches,
+and slow it all the same.
 """
 
 from __future__ import annotations
@@ -22,18 +23,11 @@ from pathlib import Path
 import numpy as np
 import tyro
 from experiments import HERE, ROOT, SB3, Run, runs
+from peers import CLEANRL_FILES, CLOCK, SCRIPT, versions_in
 from run import CURVES, KEY, RUNS, in_words, missing, provenance, refuse_uncommitted, store
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 POINTS = 100  # of a curve
-CLEANRL = {  # its file, and the task's name in its version of Gymnasium
-    "CartPole-v1": ("ppo.py", "CartPole-v1"),
-    "LunarLander-v3": ("ppo.py", "LunarLander-v2"),
-    "HalfCheetah-v5": ("ppo_continuous_action.py", "HalfCheetah-v4"),
-}
-# The clock of a run is the processor's time of its process.
-CLOCK = "import json, runpy, sys, time; time.time = time.process_time; "
-SCRIPT = CLOCK + "del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 TRAIN_SB3 = CLOCK + "from peers import train_sb3; train_sb3(*map(json.loads, sys.argv[1:]))"
 
 
@@ -41,7 +35,7 @@ def curve(run: Run, cleanrl: Path) -> tuple[np.ndarray, np.ndarray]:
     """Train. Returns minutes and the mean return of the last 100 episodes, up to `POINTS` times."""
     script = run.experiment.script
     if script == "cleanrl":
-        file, env_id = CLEANRL[run.env_id]
+        file, env_id = CLEANRL_FILES[run.env_id]
         sizes = ["--total-timesteps", str(run.steps), "--seed", str(run.seed)]
         words = [str(cleanrl / ".venv/bin/python"), "-c", SCRIPT, str(cleanrl / "cleanrl" / file)]
         words += ["--env-id", env_id, *sizes, "--no-cuda"]
@@ -65,13 +59,6 @@ def curve(run: Run, cleanrl: Path) -> tuple[np.ndarray, np.ndarray]:
     return minutes[kept], returns[kept]
 
 
-def cleanrl_versions(cleanrl: Path) -> str:
-    """What CleanRL's scripts run with."""
-    code = "from importlib.metadata import version as v; "
-    code += "print(*(f'{x}={v(x)}' for x in ('torch', 'gymnasium', 'numpy', 'mujoco')))"
-    return subprocess.check_output([cleanrl / ".venv/bin/python", "-c", code], text=True).strip()
-
-
 def main(cleanrl: Path, /) -> None:
     """Do the runs that are not stored yet. Each is stored as soon as it is there."""
     refuse_uncommitted()
@@ -80,7 +67,7 @@ def main(cleanrl: Path, /) -> None:
         minutes, returns = curve(run, cleanrl.resolve())
         name, about = dict(zip(KEY, run.key, strict=True)), in_words(provenance())
         if run.experiment.script == "cleanrl":
-            about["versions"] = cleanrl_versions(cleanrl)
+            about["versions"] = versions_in(cleanrl, "torch", "gymnasium", "numpy", "mujoco")
         points = {"minutes": minutes, "return": returns}
         texts = {quantity: " ".join(f"{x:.5g}" for x in values) for quantity, values in points.items()}
         rows = [name | {"quantity": quantity, "points": text} for quantity, text in texts.items()]

@@ -22,16 +22,30 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 Rows = list[tuple[float, float, float]]
 CLEANRL_FILES = {  # and the names that its version of Gymnasium has
-    "CartPole-v1": ("ppo", "CartPole-v1"),
-    "HalfCheetah-v5": ("ppo_continuous_action", "HalfCheetah-v4"),
-    "BreakoutNoFrameskip-v4": ("ppo_atari", "ale_py:BreakoutNoFrameskip-v4"),
+    "CartPole-v1": ("ppo.py", "CartPole-v1"),
+    "LunarLander-v3": ("ppo.py", "LunarLander-v2"),
+    "HalfCheetah-v5": ("ppo_continuous_action.py", "HalfCheetah-v4"),
+    "BreakoutNoFrameskip-v4": ("ppo_atari.py", "ale_py:BreakoutNoFrameskip-v4"),
 }
+# A script, in a process whose clock is the processor's time.
+CLOCK = "import json, runpy, sys, time; time.time = time.process_time; "
+SCRIPT = CLOCK + "del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 ACTIVATIONS = {"CartPole-v1": "Tanh", "HalfCheetah-v5": "ELU"}
 
 
 def events(folder: Path, tag: str) -> list[Any]:
     """What a run logged under a tag."""
     return EventAccumulator(str(folder), {"scalars": 0}).Reload().Scalars(tag)
+
+
+def versions_in(folder: Path, *packages: str) -> str:
+    """Versions in the virtual environment of a checkout, and the commit of the checkout."""
+    code = "import sys; from importlib.metadata import version; "
+    code += "print(*(f'{name}={version(name)}' for name in sys.argv[1:]))"
+    python = str(folder / ".venv/bin/python")
+    versions = subprocess.check_output([python, "-c", code, *packages], text=True).strip()
+    commit = subprocess.check_output(["git", "-C", folder, "rev-parse", "--short", "HEAD"], text=True).strip()
+    return f"{versions} checkout={commit}"
 
 
 # Stable-Baselines3, and SBX, which is Stable-Baselines3 in JAX
@@ -124,9 +138,7 @@ def cleanrl(args: Any) -> Rows:
     names += ["vf_coef", "ent_coef"]
     words = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
     words += [f"--total-timesteps={args.total_timesteps:.0f}", f"--seed={args.seed}", "--env-id", env_id]
-    code = "import runpy, sys, time; time.time = time.process_time; del sys.argv[0]; "
-    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [f"{folder}/.venv/bin/python", "-c", code, f"{folder}/cleanrl/{file}.py", *words]
+    command = [f"{folder}/.venv/bin/python", "-c", SCRIPT, f"{folder}/cleanrl/{file}", *words]
     environment = os.environ | {"PYTHONPATH": folder}
     subprocess.run(
         [*command, "--no-clip-vloss", "--no-cuda"], check=True, capture_output=True, env=environment

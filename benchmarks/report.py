@@ -22,8 +22,8 @@ from rliable.library import get_interval_estimates
 from run import CURVES, KEY, RUNS, SPEEDS
 
 Row = dict[str, str]  # the cells of a table, by the column's title
+LANGUAGE_RUNS = experiments.DATA / "language.csv"
 LANGUAGE_CURVES = experiments.DATA / "language_curves.csv"
-TRL_LOSSES = {"constant": "dr_grpo", "token-mean": "dapo", "sequence-mean": "grpo"}  # our name, TRL's
 PAGES = ROOT / "README.md", ROOT / "results/README.md"
 SUMMARY = ["Acrobot-v1, 500k", "MountainCar-v0, 1M", "LunarLander-v3, 1M", "HalfCheetah-v5, 1M"]
 SUMMARY += ["Hopper-v5, 1M", "Humanoid-v5, 1M", "Swimmer-v5, 1M", "BreakoutNoFrameskip-v4, 10M"]
@@ -162,6 +162,11 @@ def span(runs: Any, digits: int = 0) -> str:
     return median if low == high else f"{median} ({low} to {high})"
 
 
+def span_of(values: pd.Series, digits: int) -> str:
+    """Median and range of numbers."""
+    return span(" ".join(f"{value:.6g}" for value in values), digits)
+
+
 def load_speeds() -> pd.DataFrame:
     """What speed.py stored, in the order of VARIANTS."""
     speeds = pd.read_csv(SPEEDS)
@@ -193,7 +198,7 @@ def ratios_table(speeds: pd.DataFrame) -> Iterator[Row]:
                 label, ratio = "ours, with a flag", f"{ratio} (`{row.variant}`)"
             if label in cells:
                 cells[label] = ratio
-        yield {"task, N": f"{env_id}, {num_envs:,}"} | cells
+        yield {"task, environments": f"{env_id}, {num_envs:,}"} | cells
 
 
 def device_table() -> Iterator[Row]:
@@ -211,47 +216,43 @@ def device_table() -> Iterator[Row]:
 
 def memory_table(results: pd.DataFrame) -> Iterator[Row]:
     """Tasks that need a memory."""
-    for task in experiments.MEMORY_TASKS:
+    for task, (steps, goal) in experiments.MEMORY_TASKS.items():
         for experiment in experiments.MEMORY:
-            found = results[(results.experiment == experiment.name) & (results.env_id == task)]
+            found = select(results, experiment.name, (task, steps))
             if len(found):
                 reached = ["never" if np.isnan(x) else f"{x:.0f}" for x in found.seconds_to_goal]
                 yield {
-                    "task": task.removeprefix("popgym:popgym-"),
+                    "task, steps": name_of((task.removeprefix("popgym:popgym-"), steps)),
+                    "goal": f"{goal}",
                     "trained by": experiment.label,
                     "runs": f"{len(found)}",
                     "return": spread(found.training),
-                    "steps per CPU second": f"{(found.steps / found.seconds).mean():,.0f}",
-                    "CPU seconds to the goal": ", ".join(reached),
+                    "CPU seconds": f"{found.seconds.mean():.0f}",
+                    "to the goal, seed by seed": ", ".join(reached),
                 }
 
 
 def trl_table() -> Iterator[Row]:
     """The same model, trained by grpo.py and by TRL: medians of the seeds, and their range."""
-    runs, curves = pd.read_csv(experiments.DATA / "language.csv"), pd.read_csv(LANGUAGE_CURVES)
+    runs, curves = pd.read_csv(LANGUAGE_RUNS), pd.read_csv(LANGUAGE_CURVES)
     curves["batch"] = curves.groupby(["study", "seed"]).seconds.diff()
     runs = runs.merge(curves.groupby(["study", "seed"]).batch.median(), on=["study", "seed"])
-    for loss, name in TRL_LOSSES.items():
+    for loss, name in experiments.TRL_LOSSES.items():
         ours, theirs = (
             runs[runs.study == f"llama-{library}-{loss}"].set_index("seed") for library in ("grpo", "trl")
         )
-        ratio = theirs.batch / ours.batch
-
-        def median(values: pd.Series, digits: int) -> str:
-            return span(" ".join(f"{x:.6g}" for x in values), digits)
-
         yield {
             "aggregation here (in TRL)": f"{loss} ({name})",
-            "reward, last 10 batches: here": median(ours.gold, 3),
-            "TRL": median(theirs.gold, 3),
-            "CPU seconds per batch, TRL over here": median(ratio, 2),
-            "peak MiB: here": f"{ours.peak_mib.max():.0f}",
-            "peak MiB: TRL": f"{theirs.peak_mib.max():.0f}",
+            "reward, last 10 batches: here": span_of(ours.score, 3),
+            "TRL": span_of(theirs.score, 3),
+            "CPU seconds per batch, TRL over here": span_of(theirs.batch / ours.batch, 2),
+            "peak MiB: here": f"{ours.peak_mib.median():.0f}",
+            "peak MiB: TRL": f"{theirs.peak_mib.median():.0f}",
         }
 
 
 def minutes_table(results: pd.DataFrame) -> Iterator[Row]:
-    """Returns at the end, and CPU minutes; medians of the seeds, and their range."""
+    """Returns at the end, and CPU minutes: means and standard deviations over seeds."""
     for task in experiments.TIMED:
         for experiment in experiments.MINUTES:
             found = select(results, experiment.name, task)

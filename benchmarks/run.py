@@ -52,7 +52,7 @@ def git(*command: str) -> str:
 
 def refuse_uncommitted() -> None:
     """A result names its commit, so the code must be committed."""
-    changed = git("status", "--porcelain", "--", "ppo*.py", "grpo.py", "benchmarks/*.py", "benchmarks/sb3*")
+    changed = git("status", "--porcelain", "--", "*.py", "benchmarks/*.py", "benchmarks/sb3*")
     if changed:
         sys.exit(f"a result names its commit, so commit first: {' '.join(changed.split())}")
 
@@ -195,8 +195,11 @@ class Args:  # the comments are the texts of --help
 def main() -> None:
     """The command line. Exit status: 0 done, 1 refused or runs failed, 130 stopped."""
     args, failed = tyro.cli(Args, description=__doc__), 0
-    ours = [run for run in runs() if run.experiment.program == "run.py"]
-    selected = [x for x in ours if x.name.startswith(args.only) or fnmatch.fnmatch(x.name, args.only)]
+    found = [run for run in runs() if run.name.startswith(args.only) or fnmatch.fnmatch(run.name, args.only)]
+    selected = [run for run in found if run.experiment.program == "run.py"]
+    for run in missing(found):
+        if run not in selected:
+            print("missing", run.name, f"(python benchmarks/{run.experiment.program})")
     if args.dry_run:
         for run in missing(selected):
             print("missing", run.name)

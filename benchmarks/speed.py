@@ -10,8 +10,9 @@ ale-py==0.10.1 gymnasium[mujoco]==0.29.1 mujoco==2.3.7 opencv-python-headless==4
 tensorboard tyro`), that of PureJaxRL one with `pip install jax gymnax==0.0.9 flax optax distrax brax navix`.
 
 Each run is a process of its own, with one thread on one core (macOS lets no program choose its core), and its
-clock is the processor's time of that process, so other programs on the machine hardly matter. The speed is
-that of the training loop after the third iteration, so the start, compiling and the evaluation do not count.
+clock is the processor's time of that process: time in which other programs have the core does not count, but
+they share its caches, and can halve the speed. So ratios of neighbouring runs say more than speeds. The speed
+is that of the training loop after the third iteration: start, compiling and evaluation do not count.
 "goal" is the CPU seconds from the start of the process until the mean return of 100 training episodes
 reached the goal. Ours and CleanRL log to TensorBoard, by whose times they are measured; the others log
 nothing. PureJaxRL's environment is a function in JAX, compiled together with the training.
@@ -30,6 +31,7 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +42,11 @@ import tyro
 from experiments import ROOT
 from run import SPEEDS, in_words, provenance, refuse_uncommitted, store
 
-SHORT = "--num-steps 128 --num-minibatches 4 --update-epochs 4 --learning-rate 2.5e-4 --eval-episodes 1"
-ATARI = f"{SHORT} --num-threads 1"
-CARTPOLE = f"{SHORT} --norm-adv --gae-lambda 0.95 --no-norm-obs --no-norm-rewards"
+CLEANRL_SETTINGS = (
+    "--num-steps 128 --num-minibatches 4 --update-epochs 4 --learning-rate 2.5e-4 --eval-episodes 1"
+)
+ATARI = f"{CLEANRL_SETTINGS} --num-threads 1"
+CARTPOLE = f"{CLEANRL_SETTINGS} --norm-adv --gae-lambda 0.95 --no-norm-obs --no-norm-rewards"
 CHEETAH = "--num-steps 256 --num-minibatches 32 --update-epochs 10 --learning-rate 3e-4 --eval-episodes 1"
 CHEETAH += " --norm-adv --gae-lambda 0.95 --no-recompute-advantages --adapt none"
 
@@ -67,6 +71,9 @@ CASES = {
     "BreakoutNoFrameskip-v4": Case("ppo_atari", 8, 6_000, ATARI, ("", "--bfloat16"), COMMON),
     "Pendulum": Case("ppo_gpu", 1024, 1_000_000, "--device cpu", ("",), ("rsl_rl", "sb3_tensors"), goal=-200),
 }
+
+
+PACKAGES = {"sbx": "sbx-rl", "rsl_rl": "rsl-rl-lib"}
 
 
 @dataclass
@@ -140,7 +147,15 @@ def compare(env_id: str, args: Args) -> list[dict[str, Any]]:
     rows = []
     for variant, results in runs.items():
         measured = {name: " ".join(f"{x[name]:.5g}" for x in results) for name in results[0]}
-        rows.append(about | {"variant": variant or "eager"} | measured | in_words(provenance()))
+        row = about | {"variant": variant or "eager"} | measured | in_words(provenance())
+        if variant == "cleanrl":
+            packages = "torch", "gymnasium", "numpy", "mujoco", "ale-py"
+            row["versions"] = peers.versions_in(args.cleanrl, *packages)
+        elif variant == "purejaxrl":
+            row["versions"] = peers.versions_in(args.purejaxrl, "jax", "gymnax", "flax", "optax", "distrax")
+        elif variant in PACKAGES:
+            row["versions"] += f" {PACKAGES[variant]}={version(PACKAGES[variant])}"
+        rows.append(row)
     print(markdown(speed_table(pd.DataFrame(rows))), flush=True)
     return rows
 

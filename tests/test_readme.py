@@ -175,7 +175,7 @@ def test_every_flag_exists():
     others = {"--help", "--compare", "--nproc-per-node", "--fix", "--check", "--logdir"}
     others |= {"--extra", "--torch-backend", "--with-editable", "--no-deps"}  # of uv and pip
     others |= {"--fast", "--lowest"}  # .ci/run
-    others |= {"--only", "--store", "--run", "--dry-run", "--peers", "--cleanrl", "--purejaxrl"}
+    others |= {"--only", "--store", "--dry-run", "--peers", "--cleanrl", "--purejaxrl"}
     for name, text in PAGES.items():
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= flags | others, name
 
