@@ -48,7 +48,8 @@ def run_ours(script, args) -> Rows:
     class Run(script.Run):
         def log(self, metrics, episodes):
             super().log(metrics, episodes)
-            rows.append((self.state.global_step, self.average, time.process_time()))
+            average = float(np.mean(self.state.returns or np.nan))
+            rows.append((self.state.global_step, average, time.process_time()))
 
     script.Run = Run
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
@@ -116,6 +117,8 @@ def main(name: str = "", /) -> None:
     """Do each missing run in a process of its own. With the name of a run, do this one here."""
     refuse_uncommitted()
     planned = {run.name: run for run in runs() if run.experiment.program == "memory.py"}
+    if name and name not in planned:
+        sys.exit(f"no run is called {name}: {', '.join(planned)}")
     if name:
         run_one(planned[name])
         return
