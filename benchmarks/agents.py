@@ -20,7 +20,7 @@ from moviepy import VideoFileClip
 from PIL import Image, ImageDraw, ImageFont
 
 FOLDER = HERE / "unfinished" / "agents"
-SECONDS, FPS = 8, 20
+SECONDS, FPS = 7, 20
 SIZE, BAR = 200, 22  # pixels of a picture, which is square, and of its title
 
 
@@ -41,7 +41,7 @@ TRACK = '{"camera_name": "track", "width": 400, "height": 400}'
 SCENES = [
     Scene("CartPole, 100k steps", "ppo.py", "CartPole-v1", "--total-timesteps 1e5"),
     Scene("LunarLander, 1M steps", "ppo.py", "LunarLander-v3", "--total-timesteps 1e6"),
-    Scene("HalfCheetah, 1M steps", "ppo_continuous.py", "HalfCheetah-v5", "--compile", 1, TRACK),
+    Scene("HalfCheetah, 1M steps", "ppo_continuous.py", "HalfCheetah-v5", "--compile", 0, TRACK),
     Scene("Pong, 2M steps", "ppo_atari.py", "PongNoFrameskip-v4", PONG, 4),
 ]
 

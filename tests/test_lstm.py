@@ -345,7 +345,7 @@ def test_evaluation_resets_the_memory_in_each_episode():
     assert len(lengths) == 12
 
 
-CUE = {"env_id": "memory:Cue-v0", "total_timesteps": 80_000, "eval_episodes": 100}
+CUE = {"env_id": "memory_tasks:Cue-v0", "total_timesteps": 80_000, "eval_episodes": 100}
 
 
 @pytest.mark.slow
