@@ -11,7 +11,7 @@ tensorboard tyro`), that of PureJaxRL one with `pip install jax gymnax==0.0.9 fl
 
 Each run is a process of its own, with one thread on one core (macOS lets no program choose its core), and its
 clock is the processor's time of that process: time in which other programs have the core does not count, but
-they share its caches, and can halve the speed. So ratios of neighbouring runs say more than speeds. The speed
+they share its caches and slow it. So ratios of neighbouring runs say more than speeds do. The speed
 is that of the training loop after the third iteration: start, compiling and evaluation do not count.
 "goal" is the CPU seconds from the start of the process until the mean return of 100 training episodes
 reached the goal. Ours and CleanRL log to TensorBoard, by whose times they are measured; the others log
