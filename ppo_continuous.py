@@ -93,16 +93,21 @@ class Args:  # the trailing comments become --help
     recompute_advantages: bool = True  # before each epoch, with the current critic ([Study], §3.5)
     surrogate: Literal["clip", "kl-penalty"] = "clip"  # clipped ratio ([PPO], §3) or KL penalty ([PPO], §4)
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
+    clip_vloss: bool = False  # also clip the change of the value to ±ε ([Matters], §3)
     kl_coef: float = 1.0  # β: weight of the KL penalty
     adapt: Literal["none", "kl-coef", "learning-rate"] = "learning-rate"  # adapt this to the KL
     desired_kl: float = 0.03  # KL divergence per iteration at which --adapt aims, in nats
+    target_kl: float | None = None  # stop an iteration after an epoch whose KL divergence exceeds this
     ent_coef: float = 0.0  # c₂: weight of the entropy bonus
     vf_coef: float = 0.25  # c₁: weight of the value loss, ½ (V - return)²
     max_grad_norm: float = 0.5  # clip the gradient to this global norm
+    adam_beta2: float = 0.99  # Adam's β2; its usual 0.999 adapts later to gradients that suddenly grow
     norm_obs: bool = True  # normalise observations, unless bounded by 0 and 1, by running mean and std
     norm_rewards: bool = True  # divide rewards by the running std of the discounted return ([Matters], §3)
-    init_log_std: float = -0.5  # initial log standard deviation, where 0 is half of an action's range
+    scale_actions: bool = True  # -1 and 1 are the environment's bounds; else, actions have its units
+    init_log_std: float = -0.5  # initial log standard deviation of actions
     min_log_std: float = -2.3  # its lower limit: a much narrower policy learns nothing about rare states
+    activation: Literal["tanh", "elu"] = "elu"  # of the hidden layers
     hidden_size: int = 64  # width of the two hidden layers of the actor, and of the critic
 
     def __post_init__(self) -> None:
@@ -124,21 +129,24 @@ BOUNDS = {
     "seed": (0, 2**31), "eval_episodes": (1, math.inf), "num_envs": (1, math.inf), "num_steps": (2, math.inf),
     "total_timesteps": (1, 1e15), "learning_rate": (0, 1), "gamma": (0, 1), "gae_lambda": (0, 1),
     "update_epochs": (1, 30), "num_minibatches": (1, math.inf), "clip_coef": (1e-3, 0.3), "kl_coef": (0, 1e4),
-    "desired_kl": (1e-6, 10), "ent_coef": (0, 100), "vf_coef": (0, 100), "max_grad_norm": (1e-6, math.inf),
-    "init_log_std": (-10, 2), "min_log_std": (-100, 2), "hidden_size": (1, 2**16),
+    "desired_kl": (1e-6, 10), "target_kl": (1e-6, math.inf), "ent_coef": (0, 100), "vf_coef": (0, 100),
+    "max_grad_norm": (1e-6, math.inf), "adam_beta2": (0, 0.99999), "init_log_std": (-10, 2),
+    "min_log_std": (-100, 2), "hidden_size": (1, 2**16),
 }  # fmt: skip
 
 
 # ------------------------------------------------- Networks -------------------------------------------------
 
 
-def mlp(inputs: int, hidden: int, outputs: int, last_gain: float) -> nn.Sequential:
-    """Two ELU layers and a linear one, with orthogonal weights and zero biases ([37], detail 2)."""
+def mlp(args: Args, inputs: int, outputs: int, last_gain: float) -> nn.Sequential:
+    """Two hidden layers and a linear one, with orthogonal weights and zero biases ([37], detail 2)."""
+    hidden = args.hidden_size
+    activation = nn.Tanh() if args.activation == "tanh" else nn.ELU()
     layers = nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)
     for layer, gain in zip(layers, (math.sqrt(2), math.sqrt(2), last_gain), strict=True):
         nn.init.orthogonal_(layer.weight, gain)
         nn.init.zeros_(layer.bias)
-    return nn.Sequential(layers[0], nn.ELU(), layers[1], nn.ELU(), layers[2])
+    return nn.Sequential(layers[0], activation, layers[1], activation, layers[2])
 
 
 class RunningMoments(nn.Module):
@@ -164,9 +172,9 @@ class Agent(nn.Module):
     def __init__(self, args: Args, obs_space: gym.spaces.Box, action_size: int):
         super().__init__()
         obs_size = obs_space.shape[0]
-        self.actor = mlp(obs_size, args.hidden_size, action_size, last_gain=0.01)  # means near 0 at first
+        self.actor = mlp(args, obs_size, action_size, last_gain=0.01)  # means near 0 at first
         self.log_std = nn.Parameter(torch.full((action_size,), args.init_log_std))  # the same in all states
-        self.critic = mlp(obs_size, args.hidden_size, 1, last_gain=1.0)
+        self.critic = mlp(args, obs_size, 1, last_gain=1.0)
         self.obs_moments, self.return_moments = RunningMoments(obs_size), RunningMoments(1)
         self.norm_obs = args.norm_obs
         unit = (obs_space.low == 0) & (obs_space.high == 1)  # one-hot, for example: these stay as they are
@@ -246,7 +254,7 @@ class Batch(NamedTuple):
     obs: Tensor  # [B, D], normalised
     actions: Tensor  # [B, A]
     old_policy: Tensor  # [B, 2A], π_old(·|s) as means and log standard deviations
-    old_values: Tensor  # [B], V(s), of the critic when the batch was made
+    old_values: Tensor  # [B], V_old(s)
     advantages: Tensor  # [B]
     returns: Tensor  # [B]
     rewards: Tensor  # [B], scaled
@@ -279,6 +287,10 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tens
         policy_losses = state.kl_coef * kl_divergence(batch.old_policy, policy) - ratio * advantages
 
     value_losses = 0.5 * (values - batch.returns).square()
+    if args.clip_vloss:  # the larger of two losses: of V, and of V clipped to V_old ± ε
+        change = (values - batch.old_values).clamp(-args.clip_coef, args.clip_coef)
+        value_losses = torch.max(value_losses, 0.5 * (batch.old_values + change - batch.returns).square())
+
     entropies = entropy(policy)
     loss = (policy_losses + args.vf_coef * value_losses - args.ent_coef * entropies).mean()
     with torch.no_grad():  # scalars, averaged over the gradient steps, then logged as losses/<name>
@@ -317,9 +329,8 @@ class Rollout:
         self.terminated = np.zeros(shape, bool)
         self.truncated = np.zeros(shape, bool)
         self.valid = np.zeros(shape, bool)
-        self.cut = np.zeros(shape, bool)  # where CutOnce ended an episode, which is not logged
         self.discounted_returns = np.zeros(shape, np.float32)  # for normalize_rollout
-        self.episode_returns = np.zeros(args.num_envs)  # of the episodes under way; in float64
+        self.episode_returns = np.zeros(args.num_envs)  # of the unfinished episodes, up to here
         self.episode_lengths = np.zeros(args.num_envs, int)
 
 
@@ -346,9 +357,8 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
     for t, noise in enumerate(normal.to(args.device)):
         seen = normalize(torch.as_tensor(obs[t], device=args.device))
         rollout.policies[t], actions[t] = act(agent, seen, noise)
-        env_actions = rescale(actions[t], envs.single_action_space)
-        obs[t + 1], rewards[t], terminated[t], truncated[t], info = envs.step(env_actions)
-        rollout.cut[t] = info.get("cut", False)
+        env_actions = rescale(actions[t], envs.single_action_space, args)
+        obs[t + 1], rewards[t], terminated[t], truncated[t], _ = envs.step(env_actions)
     valid[1:] = ~(terminated | truncated)[:-1]
     if not (np.isfinite(rewards).all() and np.isfinite(obs[1:][~terminated]).all()):
         raise FloatingPointError("a reward or an observation is NaN or infinite: look at the environment")
@@ -362,10 +372,7 @@ def finished_episodes(rollout: Rollout) -> list[tuple[float, int]]:
     previous_return, previous_length = np.zeros(len(returns[0])), np.zeros(len(returns[0]), int)
     episodes = []
     for t, n in np.argwhere(rollout.terminated | rollout.truncated):
-        if not rollout.cut[t, n]:
-            episodes.append(
-                (float(returns[t, n] - previous_return[n]), int(lengths[t, n] - previous_length[n]))
-            )
+        episodes.append((float(returns[t, n] - previous_return[n]), int(lengths[t, n] - previous_length[n])))
         previous_return[n], previous_length[n] = returns[t, n], lengths[t, n]
     rollout.episode_returns = returns[-1] - previous_return
     rollout.episode_lengths = lengths[-1] - previous_length
@@ -417,6 +424,12 @@ def make_batch(agent: Agent, rollout: Rollout, obs: Tensor, rewards: Tensor, arg
     )
 
 
+@torch.no_grad()
+def mean_kl(agent: Agent, batch: Batch) -> float:
+    """KL divergence of the current policy from the one that acted, in nats."""
+    return kl_divergence(batch.old_policy, agent.policy(batch.obs)).mean().item()
+
+
 def compute_gradients(agent: Agent, minibatch: Batch, args: Args, state: State) -> dict[str, Tensor]:
     """Compute the gradients of the loss, clipped to --max-grad-norm, in the agent. Returns metrics."""
     loss, metrics = ppo_loss(agent, minibatch, args, state)
@@ -447,7 +460,7 @@ def update(
     steps = []  # metrics of each, still as tensors: reading them would wait for the GPU
     for epoch in range(args.update_epochs):
         if args.recompute_advantages and epoch > 0:
-            batch = new_batch()
+            batch = new_batch()._replace(old_values=batch.old_values)
         order = torch.randperm(len(batch.obs)).to(args.device)
         for rows in order.tensor_split(args.num_minibatches):
             minibatch = Batch(*(column[rows] for column in batch))
@@ -455,13 +468,13 @@ def update(
             steps.append(compute(agent, minibatch, args, state))
             optimizer.step()
             agent.log_std.data.clamp_(min=args.min_log_std)  # a clamp in `policy` would stop the gradient
+        if args.target_kl is not None and mean_kl(agent, batch) > args.target_kl:
+            break
     for name in steps[0]:
         metrics[name] = torch.stack([each[name] for each in steps]).mean().item()
     metrics["first_approx_kl"] = steps[0]["approx_kl"].item()  # before the first step: 0, up to rounding
-    with torch.no_grad():
-        policy = agent.policy(batch.obs)
-        metrics["kl"] = kl_divergence(batch.old_policy, policy).mean().item()
-        metrics["std"] = policy.chunk(2, -1)[1].exp().mean().item()
+    metrics["kl"] = mean_kl(agent, batch)
+    metrics["std"] = agent.log_std.exp().mean().item()
     return metrics
 
 
@@ -504,23 +517,20 @@ def train(args: Args) -> dict:
     env_seed = seed_everything(args.seed, state.global_step)  # again: environments may have drawn numbers
     obs_space, action_size = envs.single_observation_space, envs.single_action_space.shape[0]
     agent = Agent(args, obs_space, action_size).to(args.device)
-    # ε: [37], detail 3. β2 = 0.99, not 0.999: step sizes adapt sooner if gradients suddenly grow, as when an
-    # episode fails after many that did not (Dohare et al. 2023, "Overcoming Policy Collapse in Deep RL").
-    optimizer = Adam(agent.parameters(), args.learning_rate, (0.9, 0.99), eps=1e-5, fused=True)
+    # ε: [37], detail 3. β2: with 0.99, step sizes adapt sooner if gradients suddenly grow, as when an episode
+    # fails after many that did not (Dohare et al. 2023, "Overcoming Policy Collapse in Deep RL").
+    betas = 0.9, args.adam_beta2
+    optimizer = Adam(agent.parameters(), args.learning_rate, betas, eps=1e-5, fused=True)
     if args.resume:
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
+        optimizer.param_groups[0]["betas"] = betas  # which may be others now
         torch.set_rng_state(saved["random"])
     compute = compiled(compute_gradients) if args.compile else compute_gradients
     rollout = Rollout(args, obs_space.shape[0], action_size)
     run = Run(args, agent, optimizer, state)
 
     rollout.obs[-1], _ = envs.reset(seed=env_seed)  # where the first rollout starts
-    if state.global_step == 0 and args.norm_obs:
-        # The first rollout only sets the normalisers: learning never sees raw observations.
-        collect_rollout(envs, agent, rollout, args)
-        normalize_rollout(agent, rollout, args)
-        state.global_step += int(rollout.valid.sum())
     while state.global_step < args.total_timesteps and not STOP.is_set():
         adjust_coefficients(state, args)
         episodes = collect_rollout(envs, agent, rollout, args)
@@ -590,18 +600,16 @@ def check_settings(args: Args) -> None:
     """Raise `ValueError` for settings with which training cannot be right."""
     check_bounds(args)
     one_step = args.update_epochs * args.num_minibatches == 1
-    rollouts = 2 if args.norm_obs else 1
-    size = args.num_envs * args.num_steps
     normalised = args.norm_adv or args.norm_rewards
     largest = args.num_envs * (args.num_steps // 2) // 2  # so that each minibatch has two transitions or more
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     for wrong, reason in [
         (args.num_minibatches > largest, f"--num-minibatches must be at most {largest}; raise --num-steps"),
-        (rollouts * size > args.total_timesteps, f"--total-timesteps must be at least {rollouts * size}"),
         (not (normalised or one_step), "several gradient steps need --norm-rewards or --norm-adv"),
         (args.adapt == "kl-coef" and args.surrogate == "clip", "kl-coef needs --surrogate kl-penalty"),
         (args.kl_coef != Args.kl_coef and args.surrogate == "clip", "--kl-coef needs --surrogate kl-penalty"),
         (args.desired_kl != Args.desired_kl and args.adapt == "none", "--desired-kl needs --adapt"),
+        (args.init_log_std < args.min_log_std, "--init-log-std must not be below --min-log-std"),
         (args.compile and torch.__version__ < "2.13", "--compile needs PyTorch 2.13"),
         (args.compile and not shutil.which(compiler), f"--compile needs the C++ compiler {compiler}"),
         (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
@@ -639,8 +647,10 @@ def check(args: Args) -> None:
         raise ValueError(f"{env.observation_space} does not flatten to a vector: see docs/recipes.md")
     if path := args.resume or args.evaluate:
         saved, content = load_checkpoint(path)
-        if args.norm_obs != saved.norm_obs:
-            raise ValueError(f"--norm-obs must be as in {path}, whose networks have learnt with it")
+        for name in ("norm_obs", "scale_actions", "activation"):
+            if getattr(args, name) != getattr(saved, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} must be as in {path}, whose networks have learnt with it")
         try:
             Agent(args, obs_space, actions.shape[0]).load_state_dict(content["agent"])
         except RuntimeError as error:
@@ -673,21 +683,6 @@ def to_float(reward: Any) -> float:
     return float(reward.item() if hasattr(reward, "item") else reward)
 
 
-class CutOnce(gym.Wrapper):
-    """Cuts one early episode at this step, so that time limits do not coincide. Its return is not logged."""
-
-    def __init__(self, env: gym.Env, step: int):
-        super().__init__(env)
-        self.steps_left = step
-
-    def step(self, action: np.ndarray) -> tuple:
-        obs, reward, terminated, truncated, info = self.env.step(action)
-        self.steps_left -= 1
-        if self.steps_left == 0 and not (terminated or truncated):
-            return obs, reward, False, True, {"cut": True}
-        return obs, reward, terminated, truncated, info
-
-
 def make_envs(args: Args, seed: int) -> VectorEnv:
     """N environments, here or in a process each. Observations are flat, dicts in alphabetical order."""
     main_process = os.getpid()
@@ -698,23 +693,25 @@ def make_envs(args: Args, seed: int) -> VectorEnv:
         if os.getpid() != main_process:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains
             signal.signal(signal.SIGTERM, on_sigterm)
-        env = DropInfo(gym.wrappers.FlattenObservation(make_env(args)))
-        limit = env.spec.max_episode_steps if env.spec else None
-        return CutOnce(env, index * limit // args.num_envs if limit else 0)
+        return DropInfo(gym.wrappers.FlattenObservation(make_env(args)))
 
     vectorize = AsyncVectorEnv if args.async_envs else SyncVectorEnv
     return vectorize([partial(make, index) for index in range(args.num_envs)])
 
 
-def rescale(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
-    """Actions [..., A] in the environment's units: -1 and 1 are its bounds, if any; the rest is clipped."""
+def rescale(actions: np.ndarray, space: gym.spaces.Box, args: Args) -> np.ndarray:
+    """Actions [..., A] of the policy in the environment's units, clipped to its bounds.
+
+    With --scale-actions, -1 and 1 are the bounds. A component without two keeps its units; bounds beyond
+    ±1e6 count as none.
+    """
     low, high = space.low.astype(float), space.high.astype(float)
-    bounded = np.isfinite(high - low)
-    low, high = np.where(bounded, low, -1), np.where(bounded, high, 1)
-    scaled = np.clip((low + high) / 2 + (high - low) / 2 * actions, space.low, space.high)
+    scaled = args.scale_actions & (np.maximum(abs(low), abs(high)) <= 1e6)
+    low, high = np.where(scaled, low, -1), np.where(scaled, high, 1)
+    actions = np.clip((low + high) / 2 + (high - low) / 2 * actions, space.low, space.high)
     if not np.issubdtype(space.dtype, np.floating):
-        scaled = scaled.round()
-    return scaled.astype(space.dtype)
+        actions = actions.round()
+    return actions.astype(space.dtype)
 
 
 # ------------------------------------------------- Logging and checkpoints ---------------------------------
@@ -833,7 +830,7 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
         flat = np.reshape(obs, (len(obs), -1)) if batch else gym.spaces.flatten(space, obs)
         flat = torch.as_tensor(flat, dtype=torch.float32, device=device)
         means, _ = agent.policy(normalize(flat)).chunk(2, -1)
-        return rescale(means.cpu().numpy(), env.action_space)
+        return rescale(means.cpu().numpy(), env.action_space, args)
 
     return policy
 

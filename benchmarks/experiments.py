@@ -204,6 +204,37 @@ for name, (env_id, label, flags) in OWN_FLAGS.items():
     plan = each([(env_id, 1_000_000)], 5, first=101)
     CONTINUOUS.append(Experiment(name, label, "ppo_continuous.py", plan, f"--compile {flags}"))
 
+# Plain PPO: the settings of others, as far as they are not our defaults
+NOT_OURS = "--activation tanh --adam-beta2 0.999 --no-recompute-advantages --adapt none"  # what only ours has
+NOT_OURS += " --no-scale-actions --init-log-std 0 --min-log-std -20 --norm-adv"
+ROLLOUT = "--num-envs 1 --num-steps 2048"
+UNCLIPPED = "--max-grad-norm inf"
+RAW = "--no-norm-obs --no-norm-rewards"
+SB3_DISCRETE = "--num-minibatches 32 --update-epochs 10 --learning-rate 3e-4 --no-anneal-lr --gae-lambda 0.95"
+CLEANRL_DISCRETE = "--num-envs 4 --num-steps 128 --update-epochs 4 --learning-rate 2.5e-4 --gae-lambda 0.95"
+PLAIN = {  # by script and whose settings they are
+    ("ppo.py", "CleanRL"): f"{CLEANRL_DISCRETE} --clip-vloss {RAW}",
+    ("ppo.py", "Stable-Baselines3"): f"{ROLLOUT} {SB3_DISCRETE} --vf-coef 1 --ent-coef 0 {RAW}",
+    ("ppo_continuous.py", "CleanRL"): f"{ROLLOUT} --vf-coef 0.5 --clip-vloss {NOT_OURS}",
+    ("ppo_continuous.py", "Stable-Baselines3"): f"{ROLLOUT} --no-anneal-lr --vf-coef 1 {NOT_OURS} {RAW}",
+    ("ppo_continuous.py", "the paper"): f"{ROLLOUT} {UNCLIPPED} --vf-coef 2 {NOT_OURS} --no-norm-rewards",
+}
+PLAIN_TASKS = {
+    "ppo.py": [("CartPole-v1", 500_000), ("Acrobot-v1", 500_000)],
+    "ppo_continuous.py": [(f"{name}-v5", 1_000_000) for name in ("HalfCheetah", "Hopper", "Walker2d")],
+}
+CLEANRL_RETURNS = {  # as CleanRL's pages have them: in training, of versions 1 and 4
+    "CartPole-v1": (490.0, 6.1),
+    "Acrobot-v1": (-86.4, 1.3),
+    "HalfCheetah-v5": (1442.6, 46.0),
+    "Hopper-v5": (2382.9, 271.7),
+    "Walker2d-v5": (2288.0, 571.8),
+}
+PLAINS = []
+for (script, whose), flags in PLAIN.items():
+    name = f"plain-{script.removesuffix('.py')}-{whose.removeprefix('the ').lower()}"
+    PLAINS.append(Experiment(name, whose, script, each(PLAIN_TASKS[script], 2), f"--compile {flags}"))
+
 # Atari
 PONG, BREAKOUT = ("PongNoFrameskip-v4", 2_000_000), ("BreakoutNoFrameskip-v4", 10_000_000)
 BREAKOUT_SHORT, BREAKOUT_SB3 = ("BreakoutNoFrameskip-v4", 500_000), ("BreakoutNoFrameskip-v4", 250_000)
@@ -256,5 +287,5 @@ MINUTES = [
 # Language models, beside TRL (against_trl.py)
 TRL_LOSSES = {"constant": "dr_grpo", "token-mean": "dapo", "sequence-mean": "grpo"}  # our name, TRL's
 
-ALL = DISCRETE + CONTINUOUS + ATARI + GPU + MEMORY + MINUTES
+ALL = DISCRETE + CONTINUOUS + PLAINS + ATARI + GPU + MEMORY + MINUTES
 EXPERIMENTS = {experiment.name: experiment for experiment in ALL}
