@@ -451,6 +451,7 @@ def update(
     metrics = {
         "charts/learning_rate": state.learning_rate,
         "charts/kl_coef": state.kl_coef,
+        "std": batch.old_policy.chunk(2, -1)[1].exp().mean().item(),
         "explained_variance": 1 - (errors.var(correction=0) / batch.returns.var(correction=0)).item(),
         "critic_error": (errors.square().mean() / batch.returns.square().mean()).sqrt().item(),
     }
@@ -474,7 +475,6 @@ def update(
         metrics[name] = torch.stack([each[name] for each in steps]).mean().item()
     metrics["first_approx_kl"] = steps[0]["approx_kl"].item()  # before the first step: 0, up to rounding
     metrics["kl"] = mean_kl(agent, batch)
-    metrics["std"] = agent.log_std.exp().mean().item()
     return metrics
 
 

@@ -36,7 +36,8 @@ PLAIN = {  # settings that these tests rely on, whatever the defaults are
     "norm_adv": True, "norm_obs": True, "norm_rewards": True, "recompute_advantages": False,
     "adapt": "none", "desired_kl": 0.02, "target_kl": None,
     "ent_coef": 0.01, "anneal_ent_coef": False, "target_entropy": None,
-    "init_log_std": -0.5, "min_log_std": -20.0,
+    "scale_actions": True, "init_log_std": -0.5, "min_log_std": -20.0, "activation": "elu",
+    "adam_beta2": 0.99,
 }  # fmt: skip
 SMALL = {  # settings of short runs from the command line
     "num_envs": 4, "num_steps": 32, "update_epochs": 2, "num_minibatches": 2, "eval_episodes": 3,

@@ -91,7 +91,8 @@ def test_refusals(words, tmp_path):
     [
         (CONTINUOUS, "--env-id CartPole-v1", "see ppo.py"),
         (CONTINUOUS, "--env-id user_envs:Pairs-v0", "docs/recipes.md"),
-        (CONTINUOUS, "--total-timesteps 4095", "--total-timesteps must be at least 4096"),
+        (CONTINUOUS, "--init-log-std -3", "--init-log-std must not be below --min-log-std"),
+        (CONTINUOUS, "--adam-beta2 1", "--adam-beta2 must be from 0 to 0.99999"),
         (LSTM, "--env-id Pendulum-v1", "ppo_continuous.py"),
         (CONTINUOUS, "--no-norm-rewards", "--norm-rewards or --norm-adv"),
         (LSTM, "--hidden-size 0", "--hidden-size must be from 1 to 65536, not 0"),

@@ -155,7 +155,7 @@ def test_loss(case, surrogate, clip_vloss, norm_adv):
     """Loss, metrics and gradients are the reference's; the state's coefficients count, not the settings'."""
     coefficients = {"clip_coef": 0.15, "kl_coef": 1.7, "ent_coef": 0.3}
     settings = {"norm_adv": norm_adv, "vf_coef": 0.8}
-    settings |= {} if case in (CONTINUOUS, LSTM) else {"clip_vloss": clip_vloss}
+    settings |= {} if case is LSTM else {"clip_vloss": clip_vloss}
     if case in WEIGHTED:
         args = case.make_args(**settings, clip_coef=0.15, ent_coef=0.3)
         rest = (args,)
