@@ -12,7 +12,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -90,14 +90,29 @@ def each(tasks: list[Task], seeds: int, first: int = 1) -> list[tuple[str, int, 
 
 @contextlib.contextmanager
 def script_of(run: Run) -> Iterator[ModuleType]:
-    """The script of a run of ours, which for a study of `UNSAFE` takes settings that it refuses otherwise."""
+    """The script of a run of ours, changed for two studies.
+
+    For `UNSAFE`, it takes settings that it refuses otherwise. For `WIDE_CRITIC`, its critic is wider.
+    """
     script = importlib.import_module(run.experiment.script.removesuffix(".py"))
-    if run.experiment.name not in UNSAFE:
+    with contextlib.ExitStack() as changes:
+        if run.experiment.name in UNSAFE:
+            changes.enter_context(mock.patch.dict(script.BOUNDS, clip_coef=(0, math.inf)))
+            changes.enter_context(mock.patch.object(script, "check_settings", script.check_bounds))
+        if run.experiment.name == WIDE_CRITIC:
+            changes.enter_context(mock.patch.object(script, "Agent", with_wide_critic(script)))
         yield script
-        return
-    limits = mock.patch.dict(script.BOUNDS, clip_coef=(0, math.inf))
-    with limits, mock.patch.object(script, "check_settings", script.check_bounds):
-        yield script
+
+
+def with_wide_critic(script: ModuleType) -> type:
+    """The agent of `ppo_continuous.py` with 256 units in each hidden layer of the critic."""
+
+    class Agent(script.Agent):
+        def __init__(self, args: Any, obs_space: Any, action_size: int):
+            super().__init__(args, obs_space, action_size)
+            self.critic = script.mlp(replace(args, hidden_size=256), obs_space.shape[0], 1, last_gain=1.0)
+
+    return Agent
 
 
 # Settings of Stable-Baselines3's PPO by environment: those that its RL Zoo has tuned (hyperparams/ppo.yml),
@@ -204,6 +219,19 @@ for name, (env_id, label, flags) in OWN_FLAGS.items():
     plan = each([(env_id, 1_000_000)], 5, first=101)
     CONTINUOUS.append(Experiment(name, label, "ppo_continuous.py", plan, f"--compile {flags}"))
 
+# Networks: layers of tanh, and wider ones; training returns after 300,000 steps
+NETWORK_TASKS = [(f"{name}-v5", 300_000) for name in ("HalfCheetah", "Hopper", "Walker2d")]
+WIDE_CRITIC = "networks-wide-critic"
+NETWORKS = [
+    Experiment(name, label, "ppo_continuous.py", each(NETWORK_TASKS, 3), f"--compile {flags}".strip())
+    for name, label, flags in (
+        ("networks", "the defaults", ""),
+        ("networks-tanh", "`--activation tanh`", "--activation tanh"),
+        ("networks-256", "`--hidden-size 256`", "--hidden-size 256"),
+        (WIDE_CRITIC, "256 units in the critic alone (edited)", ""),
+    )
+]
+
 # Plain PPO: the settings of others, as far as they are not our defaults
 NOT_OURS = "--activation tanh --adam-beta2 0.999 --no-recompute-advantages --adapt none"  # what only ours has
 NOT_OURS += " --no-scale-actions --init-log-std 0 --min-log-std -20 --norm-adv"
@@ -287,5 +315,5 @@ MINUTES = [
 # Language models, beside TRL (against_trl.py)
 TRL_LOSSES = {"constant": "dr_grpo", "token-mean": "dapo", "sequence-mean": "grpo"}  # our name, TRL's
 
-ALL = DISCRETE + CONTINUOUS + PLAINS + ATARI + GPU + MEMORY + MINUTES
+ALL = DISCRETE + CONTINUOUS + NETWORKS + PLAINS + ATARI + GPU + MEMORY + MINUTES
 EXPERIMENTS = {experiment.name: experiment for experiment in ALL}

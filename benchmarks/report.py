@@ -24,7 +24,7 @@ from run import CURVES, KEY, RUNS, SPEEDS
 Row = dict[str, str]  # the cells of a table, by the column's title
 LANGUAGE_RUNS = experiments.DATA / "language.csv"
 LANGUAGE_CURVES = experiments.DATA / "language_curves.csv"
-PAGES = ROOT / "README.md", ROOT / "results/README.md"
+PAGES = ROOT / "README.md", ROOT / "results/README.md", ROOT / "docs/scripts.md"
 SUMMARY = ["Acrobot-v1, 500k", "MountainCar-v0, 1M", "LunarLander-v3, 1M", "HalfCheetah-v5, 1M"]
 SUMMARY += ["Hopper-v5, 1M", "Humanoid-v5, 1M", "Swimmer-v5, 1M", "BreakoutNoFrameskip-v4, 10M"]
 
@@ -214,6 +214,44 @@ def device_table() -> Iterator[Row]:
         }
 
 
+def settings_table() -> Iterator[Row]:
+    """The flags for the settings of others."""
+    for (script, whose), flags in experiments.PLAIN.items():
+        yield {"settings of": whose, "script": f"`{script}`", "flags": f"`{flags}`"}
+
+
+def plain_table(results: pd.DataFrame) -> Iterator[Row]:
+    """Returns with the settings of others, beside those that CleanRL has published."""
+    by_task = {task: [] for tasks in experiments.PLAIN_TASKS.values() for task in tasks}
+    for experiment in experiments.PLAINS:
+        for task in experiments.PLAIN_TASKS[experiment.script]:
+            by_task[task].append(experiment)
+    for task, entries in by_task.items():
+        for experiment in entries:
+            found, whose = select(results, experiment.name, task), experiment.label
+            mean, deviation = experiments.CLEANRL_RETURNS[task[0]]
+            yield {
+                "environment, steps": name_of(task),
+                "settings of": whose,
+                "seeds": f"{len(found)}",
+                "last 100 training episodes": spread(found.training),
+                "greedy": spread(found.greedy),
+                "CleanRL, published": f"{mean:,.1f} ± {deviation:.1f}" if whose == "CleanRL" else "",
+            }
+
+
+def networks_table(results: pd.DataFrame) -> Iterator[Row]:
+    """Training returns of the networks, and the mean over tasks of the share of the best published return."""
+    tasks = experiments.NETWORK_TASKS
+    best = [experiments.PUBLISHED[env_id][0] for env_id, _ in tasks]
+    for experiment in experiments.NETWORKS:
+        found = [select(results, experiment.name, task).training for task in tasks]
+        shares = np.transpose(found) / best  # [seeds, tasks]
+        row = {"networks": experiment.label, "seeds": f"{len(shares)}"}
+        row |= {name_of(task): spread(returns) for task, returns in zip(tasks, found, strict=True)}
+        yield row | {"share": "{:.2f} [{:.2f}, {:.2f}]".format(*interval(np.mean, shares))}
+
+
 def memory_table(results: pd.DataFrame) -> Iterator[Row]:
     """Tasks that need a memory."""
     for task, (steps, goal) in experiments.MEMORY_TASKS.items():
@@ -281,6 +319,9 @@ def tables() -> dict[str, str]:
     made["classic"] = [*returns(results, ["classic", "classic-acrobot", "taxi"], tasks, "sb3-rl-zoo")]
     names = ["continuous", *experiments.OWN_FLAGS]
     made["mujoco"] = [*returns(results, names, experiments.MUJOCO, "sb3-rl-zoo-mujoco")]
+    made["networks"] = [*networks_table(results)]
+    made["settings"] = [*settings_table()]
+    made["plain"] = [*plain_table(results)]
     made["atari"] = [*atari_table(results)]
     made["gpu"] = [*returns(results, ["gpu"], [experiments.PENDULUMS], "")]
     made["device"] = [*device_table()]
