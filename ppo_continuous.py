@@ -13,6 +13,11 @@
 It trains on any Gymnasium environment with `Box` actions [A] and observations that flatten to a vector.
 To use your own, register it and name it (`--env-id my_module:MyEnv-v0`), or change make_env.
 
+The defaults were found by a search. With these flags, it is plain PPO with CleanRL's settings:
+
+    --num-envs 1 --num-steps 2048 --vf-coef 0.5 --clip-vloss --norm-adv --activation tanh --adam-beta2 0.999
+    --no-recompute-advantages --adapt none --no-scale-actions --init-log-std 0 --min-log-std -20
+
   [PPO]     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   [GAE]     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
             Estimation", arXiv:1506.02438

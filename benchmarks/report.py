@@ -246,6 +246,8 @@ def networks_table(results: pd.DataFrame) -> Iterator[Row]:
     best = [experiments.PUBLISHED[env_id][0] for env_id, _ in tasks]
     for experiment in experiments.NETWORKS:
         found = [select(results, experiment.name, task).training for task in tasks]
+        if {len(returns) for returns in found} != {3}:  # not done yet
+            continue
         shares = np.transpose(found) / best  # [seeds, tasks]
         row = {"networks": experiment.label, "seeds": f"{len(shares)}"}
         row |= {name_of(task): spread(returns) for task, returns in zip(tasks, found, strict=True)}

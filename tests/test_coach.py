@@ -284,6 +284,13 @@ def test_the_entropy_of_a_gaussian_is_no_share(tmp_path):
         assert ("the policy is as random as at first" in findings(tmp_path / name)) == (name == "c")
 
 
+def test_deviations_in_units_of_the_environment(tmp_path):
+    """A deviation of 5 is too large where 1 is half of the range, and unknown in other units."""
+    for scaled in (True, False):
+        Writer(tmp_path / str(scaled), scale_actions=scaled).write(40, std=5.0)
+        assert ("the policy became too random" in findings(tmp_path / str(scaled))) == scaled
+
+
 def test_watch_leaves_out_what_had_ended(tmp_path):
     """The report is on the run that went on, and says how many are not shown."""
     Writer(tmp_path / "old", total_timesteps=30_000).write(30, kl=0.3)
