@@ -497,7 +497,7 @@ def update(actor: nn.Module, optimizer: Adam, batch: Batch, args: Args) -> dict[
 
 def train(args: Args, task: Task | None = None) -> Path:
     """GRPO ([GRPO], Algorithm 1 with I = 1: the reference stays as it is). Returns the checkpoint's path."""
-    args = replace(args)  # again plain numbers, if a program has changed them
+    args = replace(args)  # a copy, in which NumPy's numbers are plain ones
     check(args)
     if args.device == "cuda":  # each process has a GPU
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))

@@ -22,13 +22,13 @@ use your own, register it and name it (`--env-id my_module:MyEnv-v0`), or change
 
 PPO comes first: networks, equations, then the algorithm up to `train`, which repeats:
 
-    adjust_coefficients    sets the learning rate, ε, β and c₂, by their schedules or by the last update
+    adjust_coefficients    sets the learning rate, ε, β and c₂, by schedules or by the last update
     collect_rollout        acts for T steps in N environments, and fills the rollout
     normalize_rollout      normalises observations and rewards, and updates the running statistics
     make_batch             estimates values and advantages (compute_gae), and flattens the rollout
     update                 takes K epochs of gradient steps on minibatches, each on the loss of ppo_loss
 
-Shapes: T steps per rollout, N environments, D numbers per observation, A actions, B transitions in a batch.
+Shapes: T steps per rollout, N environments, D numbers per observation, A actions, B transitions per batch.
 """
 
 import json
@@ -151,7 +151,7 @@ class RunningMoments(nn.Module):
 
     def update(self, x: Tensor) -> None:
         """Include x [B, D]."""
-        share = len(x) / (self.count + len(x))  # of the new data
+        share = len(x) / (self.count + len(x))  # weight of the new data
         delta = x.mean(0) - self.mean
         self.var.lerp_(x.var(0, correction=0), share).add_(share * (1 - share) * delta.square())
         self.mean.add_(share * delta)
@@ -224,7 +224,7 @@ def compute_gae(
     So row t+1 of `values` [T+1, N] must be the value of the state that step t led to, even where it ended the
     episode. All other tensors are [T, N].
     """
-    next_values = torch.where(terminated, 0, values[1:])  # not a product: a last state may be NaN
+    next_values = torch.where(terminated, 0, values[1:])  # not a product: 0 * NaN is NaN
     deltas = rewards + gamma * next_values - values[:-1]
     ended = terminated | truncated
     advantages = torch.zeros_like(values)
@@ -247,7 +247,7 @@ class Batch(NamedTuple):
 
 @dataclass
 class State:
-    """Coefficients and progress, as a checkpoint has them besides the networks and the optimizer."""
+    """Coefficients and progress: what a checkpoint holds besides the networks and the optimizer."""
 
     learning_rate: float
     clip_coef: float
@@ -338,10 +338,10 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
     obs, actions, rewards, valid = rollout.obs, rollout.actions, rollout.rewards, rollout.valid
     terminated, truncated = rollout.terminated, rollout.truncated
     normalize = agent.normalizer()
-    gumbel = -torch.empty(rollout.policies.shape).exponential_().log()  # all at once is faster
+    noises = -torch.empty(rollout.policies.shape).exponential_().log()  # all at once is faster
     obs[0] = obs[-1]
     valid[0] = ~(terminated[-1] | truncated[-1])  # of the previous rollout
-    for t, noise in enumerate(gumbel.to(args.device)):
+    for t, noise in enumerate(noises.to(args.device)):
         seen = normalize(torch.as_tensor(obs[t], device=args.device))
         rollout.policies[t], actions[t] = act(agent, seen, noise)
         obs[t + 1], rewards[t], terminated[t], truncated[t], _ = envs.step(actions[t])
@@ -431,7 +431,7 @@ def update(
 
     Returns metrics: of the data, means over the gradient steps, and the KL divergence after the last.
     """
-    errors = batch.advantages  # of the critic: return - V_old(s)
+    errors = batch.advantages  # the critic's errors: return - V_old(s)
     metrics = {
         "charts/learning_rate": state.learning_rate,
         "charts/clip_coef": state.clip_coef,
@@ -489,13 +489,13 @@ def adjust_coefficients(state: State, args: Args) -> None:
 
 
 def train(args: Args) -> dict:
-    """PPO ([PPO], Algorithm 1), then a greedy evaluation. A kill loses a minute or an iteration of training.
+    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If killed, it loses a minute or an iteration.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
-    `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`. It seeds
+    `ValueError` for invalid settings. With `resume`, the settings are those of `args`, too. It seeds
     the global random generators, sets the number of PyTorch's threads, and writes to runs/.
     """
-    args = replace(args)  # again plain numbers, if a program has changed them
+    args = replace(args)  # a copy, in which NumPy's numbers are plain ones
     check(args)
     torch.set_num_threads(1)  # for small networks, one is fastest
     state = State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
@@ -637,8 +637,10 @@ def check(args: Args) -> None:
         raise ValueError(f"{env.observation_space} does not flatten to a vector: see docs/recipes.md")
     if path := args.resume or args.evaluate:
         saved, content = load_checkpoint(path)
-        if args.norm_obs != saved.norm_obs:
-            raise ValueError(f"--norm-obs must be as in {path}, whose networks have learnt with it")
+        for name in ("norm_obs", "norm_rewards"):
+            if getattr(args, name) != getattr(saved, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} must be as in {path}, whose networks have learnt with it")
         try:
             Agent(args, obs_space, int(actions.n)).load_state_dict(content["agent"])
         except RuntimeError as error:
@@ -656,7 +658,7 @@ def make_env(args: Args, **kwargs) -> gym.Env:
 
 
 class DropInfo(gym.Wrapper):
-    """Drops the info, which nothing here reads: to join it takes time, and fails where types differ."""
+    """Drops the info, which nothing here reads: joining it is slow, and fails where types differ."""
 
     def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
         return self.env.reset(**kwargs)[0], {}
@@ -732,7 +734,7 @@ class Run:
         """
         if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
             raise FloatingPointError(
-                "NaN in the loss: a high --learning-rate, a logit -inf, huge observations?"
+                "NaN in the loss: a high --learning-rate, huge observations, a logit of -inf?"
             )
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
             print("acting and learning do not compute the same policy: is a mask, or dropout, in only one?")

@@ -186,7 +186,7 @@ def compute_gae(
     So row t+1 of `values` [T+1, N] must be the value of the state that step t led to, even where it ended the
     episode. All other tensors are [T, N].
     """
-    next_values = torch.where(terminated, 0, values[1:])  # not a product: a last state may be NaN
+    next_values = torch.where(terminated, 0, values[1:])  # not a product: 0 * NaN is NaN
     deltas = rewards + gamma * next_values - values[:-1]
     ended = terminated | truncated
     advantages = torch.zeros_like(values)
@@ -404,12 +404,12 @@ def recorded(function: Callable, *examples: Tensor) -> Callable:
 
 
 def train(args: Args) -> dict:
-    """PPO ([PPO], Algorithm 1), then a greedy evaluation. A kill loses a minute or an iteration of training.
+    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If killed, it loses a minute or an iteration.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
-    `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`.
+    `ValueError` for invalid settings. With `resume`, the settings are those of `args`, too.
     """
-    args = replace(args)  # again plain numbers, if a program has changed them
+    args = replace(args)  # a copy, in which NumPy's numbers are plain ones
     check(args)
     torch.set_num_threads(args.num_threads)
     state = State(args.learning_rate)
@@ -639,7 +639,7 @@ class Run:
         """
         if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
             raise FloatingPointError(
-                "NaN in the loss: a high --learning-rate, a logit -inf, huge observations?"
+                "NaN in the loss: a high --learning-rate, huge observations, a logit of -inf?"
             )
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
             print("acting and learning do not compute the same policy: is a mask, or dropout, in only one?")

@@ -15,8 +15,9 @@ To use your own, register it and name it (`--env-id my_module:MyEnv-v0`), or cha
 
 The defaults were found by a search. With these flags, it is plain PPO with CleanRL's settings:
 
-    --num-envs 1 --num-steps 2048 --vf-coef 0.5 --clip-vloss --norm-adv --activation tanh --adam-beta2 0.999
-    --no-recompute-advantages --adapt none --no-scale-actions --init-log-std 0 --min-log-std -20
+    python ppo_continuous.py --num-envs 1 --num-steps 2048 --vf-coef 0.5 --clip-vloss --activation tanh \\
+        --adam-beta2 0.999 --no-recompute-advantages --adapt none --no-scale-actions --init-log-std 0 \\
+        --min-log-std -20 --norm-adv
 
   [PPO]     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   [GAE]     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
@@ -28,7 +29,7 @@ The defaults were found by a search. With these flags, it is plain PPO with Clea
 
 PPO comes first: networks, equations, then the algorithm up to `train`, which repeats:
 
-    adjust_coefficients    sets the learning rate and β, by the schedule or by the last update
+    adjust_coefficients    sets the learning rate, ε, β and c₂, by schedules or by the last update
     collect_rollout        acts for T steps in N environments, and fills the rollout
     normalize_rollout      normalises observations and rewards, and updates the running statistics
     make_batch             estimates values and advantages (compute_gae), and flattens the rollout
@@ -95,24 +96,26 @@ class Args:  # the trailing comments become --help
     update_epochs: int = 10  # K: passes over each rollout
     num_minibatches: int = 32  # minibatches per epoch, one gradient step each
     norm_adv: bool = False  # normalise the advantages of each minibatch to mean 0, standard deviation 1
-    recompute_advantages: bool = True  # before each epoch, with the current critic ([Study], §3.5)
+    recompute_advantages: bool = True  # by the current critic, before each epoch ([Study], §3.5)
     surrogate: Literal["clip", "kl-penalty"] = "clip"  # clipped ratio ([PPO], §3) or KL penalty ([PPO], §4)
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
     clip_vloss: bool = False  # also clip the change of the value to ±ε ([Matters], §3)
     kl_coef: float = 1.0  # β: weight of the KL penalty
-    adapt: Literal["none", "kl-coef", "learning-rate"] = "learning-rate"  # adapt this to the KL
+    adapt: Literal["none", "kl-coef", "clip-coef", "learning-rate"] = "learning-rate"  # adapt this to the KL
     desired_kl: float = 0.03  # KL divergence per iteration at which --adapt aims, in nats
     target_kl: float | None = None  # stop an iteration after an epoch whose KL divergence exceeds this
     ent_coef: float = 0.0  # c₂: weight of the entropy bonus
+    anneal_ent_coef: bool = False  # decay the entropy coefficient linearly to 0
+    target_entropy: float | None = None  # adapt the entropy coefficient to hold this entropy, in nats
     vf_coef: float = 0.25  # c₁: weight of the value loss, ½ (V - return)²
     max_grad_norm: float = 0.5  # clip the gradient to this global norm
-    adam_beta2: float = 0.99  # Adam's β2; its usual 0.999 adapts later to gradients that suddenly grow
+    adam_beta2: float = 0.99  # Adam's β2; with the usual 0.999, steps shrink later when gradients grow
     norm_obs: bool = True  # normalise observations, unless bounded by 0 and 1, by running mean and std
     norm_rewards: bool = True  # divide rewards by the running std of the discounted return ([Matters], §3)
-    scale_actions: bool = True  # -1 and 1 are the environment's bounds; else, actions have its units
-    init_log_std: float = -0.5  # initial log standard deviation of actions
-    min_log_std: float = -2.3  # its lower limit: a much narrower policy learns nothing about rare states
-    activation: Literal["tanh", "elu"] = "elu"  # of the hidden layers
+    scale_actions: bool = True  # -1 and 1 of the policy are the environment's bounds; off: its own units
+    init_log_std: float = -0.5  # initial log σ; 0 is half of an action's range, or one unit without scaling
+    min_log_std: float = -2.3  # lower limit of log σ: a narrow policy sees too little to learn from
+    activation: Literal["tanh", "elu"] = "elu"  # activation function of the hidden layers
     hidden_size: int = 64  # width of the two hidden layers of the actor, and of the critic
 
     def __post_init__(self) -> None:
@@ -134,24 +137,23 @@ BOUNDS = {
     "seed": (0, 2**31), "eval_episodes": (1, math.inf), "num_envs": (1, math.inf), "num_steps": (2, math.inf),
     "total_timesteps": (1, 1e15), "learning_rate": (0, 1), "gamma": (0, 1), "gae_lambda": (0, 1),
     "update_epochs": (1, 30), "num_minibatches": (1, math.inf), "clip_coef": (1e-3, 0.3), "kl_coef": (0, 1e4),
-    "desired_kl": (1e-6, 10), "target_kl": (1e-6, math.inf), "ent_coef": (0, 100), "vf_coef": (0, 100),
-    "max_grad_norm": (1e-6, math.inf), "adam_beta2": (0, 0.99999), "init_log_std": (-10, 2),
-    "min_log_std": (-100, 2), "hidden_size": (1, 2**16),
+    "desired_kl": (1e-6, 10), "target_kl": (1e-6, math.inf), "ent_coef": (0, 100),
+    "target_entropy": (-1e4, 1e4), "vf_coef": (0, 100), "max_grad_norm": (1e-6, math.inf),
+    "adam_beta2": (0, 0.99999), "init_log_std": (-10, 2), "min_log_std": (-100, 2), "hidden_size": (1, 2**16),
 }  # fmt: skip
 
 
 # ------------------------------------------------- Networks -------------------------------------------------
 
 
-def mlp(args: Args, inputs: int, outputs: int, last_gain: float) -> nn.Sequential:
+def mlp(inputs: int, hidden: int, outputs: int, last_gain: float, activation: str) -> nn.Sequential:
     """Two hidden layers and a linear one, with orthogonal weights and zero biases ([37], detail 2)."""
-    hidden = args.hidden_size
-    activation = nn.Tanh() if args.activation == "tanh" else nn.ELU()
+    function = nn.Tanh() if activation == "tanh" else nn.ELU()
     layers = nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)
     for layer, gain in zip(layers, (math.sqrt(2), math.sqrt(2), last_gain), strict=True):
         nn.init.orthogonal_(layer.weight, gain)
         nn.init.zeros_(layer.bias)
-    return nn.Sequential(layers[0], activation, layers[1], activation, layers[2])
+    return nn.Sequential(layers[0], function, layers[1], function, layers[2])
 
 
 class RunningMoments(nn.Module):
@@ -164,7 +166,7 @@ class RunningMoments(nn.Module):
 
     def update(self, x: Tensor) -> None:
         """Include x [B, D]."""
-        share = len(x) / (self.count + len(x))  # of the new data
+        share = len(x) / (self.count + len(x))  # weight of the new data
         delta = x.mean(0) - self.mean
         self.var.lerp_(x.var(0, correction=0), share).add_(share * (1 - share) * delta.square())
         self.mean.add_(share * delta)
@@ -177,9 +179,9 @@ class Agent(nn.Module):
     def __init__(self, args: Args, obs_space: gym.spaces.Box, action_size: int):
         super().__init__()
         obs_size = obs_space.shape[0]
-        self.actor = mlp(args, obs_size, action_size, last_gain=0.01)  # means near 0 at first
+        self.actor = mlp(obs_size, args.hidden_size, action_size, 0.01, args.activation)  # means near 0
         self.log_std = nn.Parameter(torch.full((action_size,), args.init_log_std))  # the same in all states
-        self.critic = mlp(args, obs_size, 1, last_gain=1.0)
+        self.critic = mlp(obs_size, args.hidden_size, 1, 1.0, args.activation)
         self.obs_moments, self.return_moments = RunningMoments(obs_size), RunningMoments(1)
         self.norm_obs = args.norm_obs
         unit = (obs_space.low == 0) & (obs_space.high == 1)  # one-hot, for example: these stay as they are
@@ -244,7 +246,7 @@ def compute_gae(
     So row t+1 of `values` [T+1, N] must be the value of the state that step t led to, even where it ended the
     episode. All other tensors are [T, N].
     """
-    next_values = torch.where(terminated, 0, values[1:])  # not a product: a last state may be NaN
+    next_values = torch.where(terminated, 0, values[1:])  # not a product: 0 * NaN is NaN
     deltas = rewards + gamma * next_values - values[:-1]
     ended = terminated | truncated
     advantages = torch.zeros_like(values)
@@ -267,12 +269,15 @@ class Batch(NamedTuple):
 
 @dataclass
 class State:
-    """Coefficients and progress, as a checkpoint has them besides the networks and the optimizer."""
+    """Coefficients and progress: what a checkpoint holds besides the networks and the optimizer."""
 
     learning_rate: float
+    clip_coef: float
     kl_coef: float
+    ent_coef: float
     global_step: int = 0  # transitions so far
     kl: float | None = None  # of the last iteration; None before the first
+    entropy: float | None = None  # likewise
     returns: list[float] = field(default_factory=list)  # of the last 100 episodes
 
 
@@ -286,25 +291,25 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tens
     log_ratio = log_prob(policy, batch.actions) - log_prob(batch.old_policy, batch.actions)
     ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s)
     if args.surrogate == "clip":  # L^CLIP = E[min(r A, clip(r, 1 - ε, 1 + ε) A)] ([PPO], equation 7)
-        clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+        clipped_ratio = ratio.clamp(1 - state.clip_coef, 1 + state.clip_coef)
         policy_losses = -torch.min(ratio * advantages, clipped_ratio * advantages)
     else:  # L^KLPEN = E[r A - β KL(π_old ‖ π)] ([PPO], equation 8)
         policy_losses = state.kl_coef * kl_divergence(batch.old_policy, policy) - ratio * advantages
 
     value_losses = 0.5 * (values - batch.returns).square()
     if args.clip_vloss:  # the larger of two losses: of V, and of V clipped to V_old ± ε
-        change = (values - batch.old_values).clamp(-args.clip_coef, args.clip_coef)
+        change = (values - batch.old_values).clamp(-state.clip_coef, state.clip_coef)
         value_losses = torch.max(value_losses, 0.5 * (batch.old_values + change - batch.returns).square())
 
     entropies = entropy(policy)
-    loss = (policy_losses + args.vf_coef * value_losses - args.ent_coef * entropies).mean()
+    loss = (policy_losses + args.vf_coef * value_losses - state.ent_coef * entropies).mean()
     with torch.no_grad():  # scalars, averaged over the gradient steps, then logged as losses/<name>
         metrics = {
             "policy_loss": policy_losses.mean(),
             "value_loss": value_losses.mean(),
             "entropy": entropies.mean(),
             "approx_kl": (ratio - 1 - log_ratio).mean(),  # k3 of Schulman 2020, "Approximating KL Divergence"
-            "clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean(),
+            "clipfrac": ((ratio - 1).abs() > state.clip_coef).float().mean(),
         }
     return loss, metrics
 
@@ -341,10 +346,10 @@ class Rollout:
 
 @torch.inference_mode()
 def act(agent: Agent, obs: Tensor, noise: Tensor) -> tuple[Tensor, np.ndarray]:
-    """For normalised observations [N, D]: π(·|s) [N, 2A], as `Agent.policy` gives it, and actions [N, A].
+    """For normalised observations [N, D]: π(·|s) [N, 2A], see `Agent.policy`, and actions [N, A] from it.
 
-    They are μ + σ · noise, where the noise [N, A] has a standard normal distribution. Actions must be drawn
-    from exactly the policy that is returned: the ratio is to that one.
+    μ + σ · noise is a sample from π if the noise [N, A] has a standard normal distribution. Actions must be
+    drawn from exactly the policy that is returned: the ratio is to that one.
     """
     policy = agent.policy(obs)
     means, log_stds = policy.chunk(2, -1)
@@ -355,15 +360,14 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
     """Fill the rollout with the next T steps. Returns the return and length of each episode that ended."""
     obs, actions, rewards, valid = rollout.obs, rollout.actions, rollout.rewards, rollout.valid
     terminated, truncated = rollout.terminated, rollout.truncated
-    normalize = agent.normalizer()
-    normal = torch.randn(actions.shape)  # all at once is faster
+    normalize, rescale = agent.normalizer(), rescaler(envs.single_action_space, args)
+    noises = torch.randn(actions.shape)  # all at once is faster
     obs[0] = obs[-1]
     valid[0] = ~(terminated[-1] | truncated[-1])  # of the previous rollout
-    for t, noise in enumerate(normal.to(args.device)):
+    for t, noise in enumerate(noises.to(args.device)):
         seen = normalize(torch.as_tensor(obs[t], device=args.device))
         rollout.policies[t], actions[t] = act(agent, seen, noise)
-        env_actions = rescale(actions[t], envs.single_action_space, args)
-        obs[t + 1], rewards[t], terminated[t], truncated[t], _ = envs.step(env_actions)
+        obs[t + 1], rewards[t], terminated[t], truncated[t], _ = envs.step(rescale(actions[t]))
     valid[1:] = ~(terminated | truncated)[:-1]
     if not (np.isfinite(rewards).all() and np.isfinite(obs[1:][~terminated]).all()):
         raise FloatingPointError("a reward or an observation is NaN or infinite: look at the environment")
@@ -444,18 +448,19 @@ def compute_gradients(agent: Agent, minibatch: Batch, args: Args, state: State) 
 
 
 def update(
-    agent: Agent, optimizer: Adam, compute: Callable, new_batch: Callable, args: Args, state: State
+    agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, args: Args, state: State, remake: Callable
 ) -> dict[str, float]:
     """K epochs of gradient steps on shuffled minibatches, each by `compute`, which is `compute_gradients`.
 
-    `new_batch` makes the batch, with values and advantages of the current critic. Returns metrics: of the
+    `remake` makes the batch anew, with advantages and returns of the current critic. Returns metrics: of the
     data, means over the gradient steps, and the KL divergence after the last.
     """
-    batch = new_batch()
-    errors = batch.advantages  # of the critic: return - V_old(s)
+    errors = batch.advantages  # the critic's errors: return - V_old(s)
     metrics = {
         "charts/learning_rate": state.learning_rate,
+        "charts/clip_coef": state.clip_coef,
         "charts/kl_coef": state.kl_coef,
+        "charts/ent_coef": state.ent_coef,
         "std": batch.old_policy.chunk(2, -1)[1].exp().mean().item(),
         "explained_variance": 1 - (errors.var(correction=0) / batch.returns.var(correction=0)).item(),
         "critic_error": (errors.square().mean() / batch.returns.square().mean()).sqrt().item(),
@@ -466,14 +471,14 @@ def update(
     steps = []  # metrics of each, still as tensors: reading them would wait for the GPU
     for epoch in range(args.update_epochs):
         if args.recompute_advantages and epoch > 0:
-            batch = new_batch()._replace(old_values=batch.old_values)
+            batch = remake()._replace(old_values=batch.old_values)
         order = torch.randperm(len(batch.obs)).to(args.device)
         for rows in order.tensor_split(args.num_minibatches):
             minibatch = Batch(*(column[rows] for column in batch))
             optimizer.zero_grad()
             steps.append(compute(agent, minibatch, args, state))
             optimizer.step()
-            agent.log_std.data.clamp_(min=args.min_log_std)  # a clamp in `policy` would stop the gradient
+            agent.log_std.data.clamp_(min=args.min_log_std)  # in `policy`, a clamp would stop the gradient
         if args.target_kl is not None and mean_kl(agent, batch) > args.target_kl:
             break
     for name in steps[0]:
@@ -489,30 +494,39 @@ def adjust_coefficients(state: State, args: Args) -> None:
     scheduled_lr = args.learning_rate * (remaining if args.anneal_lr else 1)
     if args.adapt != "learning-rate":
         state.learning_rate = scheduled_lr
+    if args.adapt != "clip-coef":
+        state.clip_coef = args.clip_coef
     if args.adapt != "kl-coef":
         state.kl_coef = args.kl_coef
-    if state.kl is None:  # before the first update
+    if args.target_entropy is None:
+        state.ent_coef = args.ent_coef * (remaining if args.anneal_ent_coef else 1)
+    if state.kl is None or state.entropy is None:  # before the first update
         return
 
     too_far, too_short = state.kl > 1.5 * args.desired_kl, state.kl < args.desired_kl / 1.5
     if args.adapt == "kl-coef" and (too_far or too_short):  # [PPO], §4
         state.kl_coef = min(max(state.kl_coef * (2 if too_far else 0.5), 1e-4), 1e4)
+    if args.adapt == "clip-coef" and (too_far or too_short):
+        state.clip_coef = min(max(state.clip_coef * (0.5 if too_far else 2), 0.01), 0.3)
     if args.adapt == "learning-rate":  # by the factor of Rudin et al. 2022, arXiv:2109.11978
         factor = 1 / 1.5 if too_far else 1.5 if too_short else 1
         state.learning_rate = min(max(state.learning_rate * factor, 1e-5), scheduled_lr)
+    if args.target_entropy is not None and abs(state.entropy - args.target_entropy) > 0.05:
+        factor = 1 / 1.1 if state.entropy > args.target_entropy else 1.1
+        state.ent_coef = min(max(state.ent_coef * factor, 1e-5), 10.0)
 
 
 def train(args: Args) -> dict:
-    """PPO ([PPO], Algorithm 1), then a greedy evaluation. A kill loses a minute or an iteration of training.
+    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If killed, it loses a minute or an iteration.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
-    `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`. It seeds
+    `ValueError` for invalid settings. With `resume`, the settings are those of `args`, too. It seeds
     the global random generators, sets the number of PyTorch's threads, and writes to runs/.
     """
-    args = replace(args)  # again plain numbers, if a program has changed them
+    args = replace(args)  # a copy, in which NumPy's numbers are plain ones
     check(args)
     torch.set_num_threads(1)  # for small networks, one is fastest
-    state = State(args.learning_rate, args.kl_coef)
+    state = State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
     if args.resume:
         _, saved = load_checkpoint(args.resume)
         vars(state).update(saved["state"])
@@ -522,8 +536,9 @@ def train(args: Args) -> dict:
     env_seed = seed_everything(args.seed, state.global_step)  # again: environments may have drawn numbers
     obs_space, action_size = envs.single_observation_space, envs.single_action_space.shape[0]
     agent = Agent(args, obs_space, action_size).to(args.device)
-    # ε: [37], detail 3. β2: with 0.99, step sizes adapt sooner if gradients suddenly grow, as when an episode
-    # fails after many that did not (Dohare et al. 2023, "Overcoming Policy Collapse in Deep RL").
+    # ε: [37], detail 3. β2: with 0.999, step sizes are late where gradients suddenly grow, as when an episode
+    # fails after many that did not. Dohare et al. 2023, "Overcoming Policy Collapse in Deep Reinforcement
+    # Learning", set β1 = β2; 0.99 is our own.
     betas = 0.9, args.adam_beta2
     optimizer = Adam(agent.parameters(), args.learning_rate, betas, eps=1e-5, fused=True)
     if args.resume:
@@ -540,10 +555,11 @@ def train(args: Args) -> dict:
         adjust_coefficients(state, args)
         episodes = collect_rollout(envs, agent, rollout, args)
         obs, rewards = normalize_rollout(agent, rollout, args)
-        new_batch = partial(make_batch, agent, rollout, obs, rewards, args)
-        metrics = update(agent, optimizer, compute, new_batch, args, state)
-        state.global_step += int(rollout.valid.sum())
-        state.kl = metrics["kl"]
+        batch = make_batch(agent, rollout, obs, rewards, args)
+        remake = partial(make_batch, agent, rollout, obs, rewards, args)
+        metrics = update(agent, optimizer, compute, batch, args, state, remake)
+        state.global_step += len(batch.obs)
+        state.kl, state.entropy = metrics["kl"], metrics["entropy"]
         run.log(metrics, episodes)
     results = run.finish()
     envs.close()
@@ -579,7 +595,8 @@ def compiled(function: Callable) -> Callable:
 
     def compute(agent: Agent, minibatch: Batch, args: Args, state: State) -> dict[str, Tensor]:
         # Each new value of a number would be compiled anew: coefficients become tensors.
-        return fast(agent, minibatch, args, replace(state, kl_coef=torch.tensor(state.kl_coef)))
+        changing = {name: torch.tensor(getattr(state, name)) for name in ("clip_coef", "kl_coef", "ent_coef")}
+        return fast(agent, minibatch, args, replace(state, **changing))
 
     return compute
 
@@ -605,15 +622,17 @@ def check_settings(args: Args) -> None:
     """Raise `ValueError` for settings with which training cannot be right."""
     check_bounds(args)
     one_step = args.update_epochs * args.num_minibatches == 1
-    normalised = args.norm_adv or args.norm_rewards
+    normalised = args.norm_adv or args.norm_rewards  # scaled rewards will do here: that was measured
     largest = args.num_envs * (args.num_steps // 2) // 2  # so that each minibatch has two transitions or more
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     for wrong, reason in [
         (args.num_minibatches > largest, f"--num-minibatches must be at most {largest}; raise --num-steps"),
         (not (normalised or one_step), "several gradient steps need --norm-rewards or --norm-adv"),
         (args.adapt == "kl-coef" and args.surrogate == "clip", "kl-coef needs --surrogate kl-penalty"),
+        (args.adapt == "clip-coef" and args.surrogate != "clip", "clip-coef needs --surrogate clip"),
         (args.kl_coef != Args.kl_coef and args.surrogate == "clip", "--kl-coef needs --surrogate kl-penalty"),
         (args.desired_kl != Args.desired_kl and args.adapt == "none", "--desired-kl needs --adapt"),
+        (args.anneal_ent_coef and args.target_entropy is not None, "--target-entropy adapts c₂: no schedule"),
         (args.init_log_std < args.min_log_std, "--init-log-std must not be below --min-log-std"),
         (args.compile and torch.__version__ < "2.13", "--compile needs PyTorch 2.13"),
         (args.compile and not shutil.which(compiler), f"--compile needs the C++ compiler {compiler}"),
@@ -652,7 +671,7 @@ def check(args: Args) -> None:
         raise ValueError(f"{env.observation_space} does not flatten to a vector: see docs/recipes.md")
     if path := args.resume or args.evaluate:
         saved, content = load_checkpoint(path)
-        for name in ("norm_obs", "scale_actions", "activation"):
+        for name in ("norm_obs", "norm_rewards", "scale_actions", "activation"):
             if getattr(args, name) != getattr(saved, name):
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{flag} must be as in {path}, whose networks have learnt with it")
@@ -673,7 +692,7 @@ def make_env(args: Args, **kwargs) -> gym.Env:
 
 
 class DropInfo(gym.Wrapper):
-    """Drops the info, which nothing here reads: to join it takes time, and fails where types differ."""
+    """Drops the info, which nothing here reads: joining it is slow, and fails where types differ."""
 
     def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
         return self.env.reset(**kwargs)[0], {}
@@ -704,19 +723,24 @@ def make_envs(args: Args, seed: int) -> VectorEnv:
     return vectorize([partial(make, index) for index in range(args.num_envs)])
 
 
-def rescale(actions: np.ndarray, space: gym.spaces.Box, args: Args) -> np.ndarray:
-    """Actions [..., A] of the policy in the environment's units, clipped to its bounds.
+def rescaler(space: gym.spaces.Box, args: Args) -> Callable[[np.ndarray], np.ndarray]:
+    """A function from the policy's actions [..., A] to the environment's, clipped to its bounds.
 
-    With --scale-actions, -1 and 1 are the bounds. A component without two keeps its units; bounds beyond
+    With --scale-actions, -1 and 1 become the bounds. A component without two keeps its units; bounds beyond
     ±1e6 count as none.
     """
     low, high = space.low.astype(float), space.high.astype(float)
     scaled = args.scale_actions & (np.maximum(abs(low), abs(high)) <= 1e6)
     low, high = np.where(scaled, low, -1), np.where(scaled, high, 1)
-    actions = np.clip((low + high) / 2 + (high - low) / 2 * actions, space.low, space.high)
-    if not np.issubdtype(space.dtype, np.floating):
-        actions = actions.round()
-    return actions.astype(space.dtype)
+    middle, half = (low + high) / 2, (high - low) / 2
+
+    def rescale(actions: np.ndarray) -> np.ndarray:
+        actions = np.clip(middle + half * actions, space.low, space.high)
+        if not np.issubdtype(space.dtype, np.floating):
+            actions = actions.round()
+        return actions.astype(space.dtype)
+
+    return rescale
 
 
 # ------------------------------------------------- Logging and checkpoints ---------------------------------
@@ -764,7 +788,7 @@ class Run:
         """
         if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
             raise FloatingPointError(
-                "NaN in the loss: a high --learning-rate, a logit -inf, huge observations?"
+                "NaN in the loss: a high --learning-rate, huge observations, a logit of -inf?"
             )
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
             print("acting and learning do not compute the same policy: is a mask, or dropout, in only one?")
@@ -827,7 +851,7 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
     space, action_size = env.observation_space, env.action_space.shape[0]
     agent = Agent(args, gym.spaces.flatten_space(space), action_size).to(device).eval()
     agent.load_state_dict(content["agent"])
-    normalize = agent.normalizer()
+    normalize, rescale = agent.normalizer(), rescaler(env.action_space, args)
 
     @torch.inference_mode()
     def policy(obs: Any) -> np.ndarray:
@@ -835,7 +859,7 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
         flat = np.reshape(obs, (len(obs), -1)) if batch else gym.spaces.flatten(space, obs)
         flat = torch.as_tensor(flat, dtype=torch.float32, device=device)
         means, _ = agent.policy(normalize(flat)).chunk(2, -1)
-        return rescale(means.cpu().numpy(), env.action_space, args)
+        return rescale(means.cpu().numpy())
 
     return policy
 

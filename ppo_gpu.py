@@ -141,7 +141,7 @@ class RunningMoments(nn.Module):
         mean = average(x.mean(0))
         var = average((x - mean).square().mean(0))
         new = len(x) * PROCESSES
-        share = new / (self.count + new)  # of the new data
+        share = new / (self.count + new)  # weight of the new data
         delta = mean - self.mean
         self.var.lerp_(var, share).add_(share * (1 - share) * delta.square())
         self.mean.add_(share * delta)
@@ -203,7 +203,7 @@ def compute_gae(
     Both kinds of end stop the sum, but at a time limit (truncated) V(s_{t+1}) still counts ([Limits]).
     So `next_values` are those of the states that the steps led to, before any reset. All tensors are [T, N].
     """
-    next_values = next_values.masked_fill(terminated, 0)  # not a product: a last state may be NaN
+    next_values = next_values.masked_fill(terminated, 0)  # not a product: 0 * NaN is NaN
     deltas = rewards + gamma * next_values - values
     ended = terminated | truncated
     advantages, following = torch.zeros_like(values), torch.zeros_like(values[0])
@@ -372,10 +372,10 @@ def train(args: Args, envs: Any = None) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation, in environments of `make_envs` or in these.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
-    `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`. Under
+    `ValueError` for invalid settings. With `resume`, the settings are those of `args`, too. Under
     torchrun, the first process logs, saves and evaluates.
     """
-    args = replace(args)  # again plain numbers, if a program has changed them
+    args = replace(args)  # a copy, in which NumPy's numbers are plain ones
     check(args)
     envs = make_envs(args) if envs is None else envs
     torch.set_float32_matmul_precision("high")  # matrix products in TF32, on GPUs that have it

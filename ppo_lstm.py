@@ -142,7 +142,7 @@ class RunningMoments(nn.Module):
 
     def update(self, x: Tensor) -> None:
         """Include x [B, D]."""
-        share = len(x) / (self.count + len(x))  # of the new data
+        share = len(x) / (self.count + len(x))  # weight of the new data
         delta = x.mean(0) - self.mean
         self.var.lerp_(x.var(0, correction=0), share).add_(share * (1 - share) * delta.square())
         self.mean.add_(share * delta)
@@ -259,7 +259,7 @@ def compute_gae(
     So row t+1 of `values` [T+1, N] must be the value of the state that step t led to, even where it ended the
     episode. All other tensors are [T, N].
     """
-    next_values = torch.where(terminated, 0, values[1:])  # not a product: a last state may be NaN
+    next_values = torch.where(terminated, 0, values[1:])  # not a product: 0 * NaN is NaN
     deltas = rewards + gamma * next_values - values[:-1]
     ended = terminated | truncated
     advantages = torch.zeros_like(values)
@@ -497,13 +497,13 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, state: State
 
 
 def train(args: Args) -> dict:
-    """PPO ([PPO], Algorithm 1), then a greedy evaluation. A kill loses a minute or an iteration of training.
+    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If killed, it loses a minute or an iteration.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
-    `ValueError` for invalid settings. With `resume`, the other settings are still those of `args`. It seeds
+    `ValueError` for invalid settings. With `resume`, the settings are those of `args`, too. It seeds
     the global random generators, sets the number of PyTorch's threads, and writes to runs/.
     """
-    args = replace(args)  # again plain numbers, if a program has changed them
+    args = replace(args)  # a copy, in which NumPy's numbers are plain ones
     check(args)
     torch.set_num_threads(1)  # for small networks, one is fastest
     state = State(args.learning_rate)
@@ -623,8 +623,10 @@ def check(args: Args) -> None:
         raise ValueError(f"{env.observation_space} does not flatten to a vector: see docs/recipes.md")
     if path := args.resume or args.evaluate:
         saved, content = load_checkpoint(path)
-        if args.norm_obs != saved.norm_obs:
-            raise ValueError(f"--norm-obs must be as in {path}, whose networks have learnt with it")
+        for name in ("norm_obs", "norm_rewards"):
+            if getattr(args, name) != getattr(saved, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} must be as in {path}, whose networks have learnt with it")
         try:
             Agent(args, obs_space, int(actions.n)).load_state_dict(content["agent"])
         except RuntimeError as error:
@@ -642,7 +644,7 @@ def make_env(args: Args, **kwargs) -> gym.Env:
 
 
 class DropInfo(gym.Wrapper):
-    """Drops the info, which nothing here reads: to join it takes time, and fails where types differ."""
+    """Drops the info, which nothing here reads: joining it is slow, and fails where types differ."""
 
     def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
         return self.env.reset(**kwargs)[0], {}
@@ -718,7 +720,7 @@ class Run:
         """
         if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
             raise FloatingPointError(
-                "NaN in the loss: a high --learning-rate, a logit -inf, huge observations?"
+                "NaN in the loss: a high --learning-rate, huge observations, a logit of -inf?"
             )
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
             print("acting and learning do not compute the same policy: is a mask, or dropout, in only one?")

@@ -507,7 +507,7 @@ def update(models: Models, optimizer: Adam, batch: Batch, args: Args) -> dict[st
 
 def train(args: Args, task: Task | None = None) -> Path:
     """PPO ([PPO], Algorithm 1) from human feedback. Returns the checkpoint's path."""
-    args = replace(args)  # again plain numbers, if a program has changed them
+    args = replace(args)  # a copy, in which NumPy's numbers are plain ones
     check(args)
     if args.device == "cuda":  # each process has a GPU
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))

@@ -12,7 +12,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -110,7 +110,7 @@ def with_wide_critic(script: ModuleType) -> type:
     class Agent(script.Agent):
         def __init__(self, args: Any, obs_space: Any, action_size: int):
             super().__init__(args, obs_space, action_size)
-            self.critic = script.mlp(replace(args, hidden_size=256), obs_space.shape[0], 1, last_gain=1.0)
+            self.critic = script.mlp(obs_space.shape[0], 256, 1, 1.0, args.activation)
 
     return Agent
 

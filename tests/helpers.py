@@ -170,13 +170,11 @@ class Continuous(Case):
         return space.shape[0]
 
     def update_by(self, agent, optimizer, batch, rollout, args, state):
-        made = iter([batch])
-
-        def new_batch():  # the first is there; others have the values of the critic as it is then
-            return next(made, None) or self.script.make_batch(agent, rollout, *rollout.normalised, args)
+        def remake():
+            return self.script.make_batch(agent, rollout, *rollout.normalised, args)
 
         compute = self.script.compute_gradients
-        return self.script.update(agent, optimizer, compute, new_batch, args, state)
+        return self.script.update(agent, optimizer, compute, batch, args, state, remake)
 
     def make_batch(self, agent, rollout, args):
         rollout.normalised = self.script.normalize_rollout(agent, rollout, args)

@@ -102,7 +102,7 @@ def test_a_changed_policy_is_what_plays(case, tmp_path, monkeypatch):
         expected = flipped.argmax(-1)
     else:
         means, _ = flipped.detach().chunk(2, -1)
-        expected = case.script.rescale(means.numpy(), env.action_space, case.make_args())
+        expected = case.script.rescaler(env.action_space, case.make_args())(means.numpy())
     assert policy(obs) == pytest.approx(np.asarray(expected), abs=1e-5)
 
 

@@ -146,10 +146,10 @@ def test_bounds_of_actions(name):
     """-1 and 1 are the bounds, values outside are clipped; what has not two bounds is not rescaled."""
     low, high, actions, expected = BOXES[name]
     box = spaces.Box(np.float32(low), np.float32(high))
-    acted = CONTINUOUS.script.rescale(np.float32(actions), box, CONTINUOUS.make_args())
+    acted = CONTINUOUS.script.rescaler(box, CONTINUOUS.make_args())(np.float32(actions))
     np.testing.assert_allclose(acted, expected, rtol=1e-6)
     assert all(box.contains(action) for action in acted)
-    acted = CONTINUOUS.script.rescale(np.float32(actions), box, CONTINUOUS.make_args(scale_actions=False))
+    acted = CONTINUOUS.script.rescaler(box, CONTINUOUS.make_args(scale_actions=False))(np.float32(actions))
     np.testing.assert_allclose(acted, np.clip(actions, low, high), rtol=1e-6)
     assert all(box.contains(action) for action in acted)
 
@@ -164,7 +164,7 @@ def test_integer_actions(dtype, low, high):
     actions = np.float32([[-1, 0, 1], [0.26, 3, -9], [-0.5, 0.5, 0.9]])
     middle, half = (low + high) / 2, (high - low) / 2
     expected = np.clip(np.round(middle + half * actions.astype(float)), low, high)
-    acted = CONTINUOUS.script.rescale(actions, box, CONTINUOUS.make_args())
+    acted = CONTINUOUS.script.rescaler(box, CONTINUOUS.make_args())(actions)
     np.testing.assert_array_equal(acted, expected)
     assert all(box.contains(action) for action in acted)
 
@@ -172,6 +172,6 @@ def test_integer_actions(dtype, low, high):
 def test_yes_and_no_as_actions():
     """They are the nearer of the two bounds."""
     box = spaces.Box(0, 1, (4,), bool)
-    acted = CONTINUOUS.script.rescale(np.float32([[-1, -0.1, 0.1, 3]]), box, CONTINUOUS.make_args())
+    acted = CONTINUOUS.script.rescaler(box, CONTINUOUS.make_args())(np.float32([[-1, -0.1, 0.1, 3]]))
     assert acted.tolist() == [[False, False, True, True]]
     assert box.contains(acted[0])

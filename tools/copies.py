@@ -28,9 +28,8 @@ ORIGINALS = {
 }
 SHARED = {"ppo_rlhf.py": ("ppo.py", "STOP check_bounds stop")}  # script: another original, and its units
 DIFFERENT = {  # script: units of its original that differ there on purpose, or are absent
-    "ppo_continuous.py": "BOUNDS mlp Agent.__init__ Agent.policy log_prob entropy kl_divergence Batch State "
-    "ppo_loss Rollout.__init__ act collect_rollout update adjust_coefficients "
-    "train compiled check_settings check load_policy --adapt",
+    "ppo_continuous.py": "BOUNDS mlp Agent.__init__ Agent.policy log_prob entropy kl_divergence Batch "
+    "Rollout.__init__ act collect_rollout update train check_settings check load_policy",
     "ppo_atari.py": "BOUNDS mlp RunningMoments RunningMoments.__init__ RunningMoments.update Agent "
     "Agent.__init__ Agent.normalizer Agent.normalize Agent.policy Agent.value Batch State ppo_loss Rollout "
     "Rollout.__init__ act collect_rollout finished_episodes normalize_rollout make_batch mean_kl "
@@ -42,7 +41,7 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "Rollout.__init__ act collect_rollout finished_episodes normalize_rollout make_batch "
     "compute_gradients mean_kl update "
     "adjust_coefficients train compiled seed_everything hashed check_settings check make_env "
-    "DropInfo DropInfo.reset DropInfo.step to_float make_envs rescale Run.log Run.finish load_policy "
+    "DropInfo DropInfo.reset DropInfo.step to_float make_envs rescaler Run.log Run.finish load_policy "
     "evaluate parse_args print_commands main",
     "ppo_lstm.py": "BOUNDS mlp Agent Agent.__init__ Agent.policy Agent.value Batch State ppo_loss Rollout "
     "Rollout.__init__ act collect_rollout make_batch mean_kl compute_gradients update adjust_coefficients "
