@@ -15,6 +15,7 @@ from helpers import (
     RewardScale,
     atari_too,
     direct_gae,
+    each_script,
     float64,
     random_ends,
 )
@@ -328,30 +329,30 @@ def adjusted(args, state, script=ppo, **metrics):
     return {name: getattr(state, name) for name in COEFFICIENTS if hasattr(state, name)}
 
 
+@each_script
 @pytest.mark.parametrize(("anneal_lr", "anneal_ent_coef"), list(itertools.product(BOOLS, BOOLS)))
-def test_schedules_are_linear_in_the_remaining_steps(anneal_lr, anneal_ent_coef):
+def test_schedules_are_linear_in_the_remaining_steps(case, anneal_lr, anneal_ent_coef):
     """The initial coefficients times the remaining share of steps; without --adapt, the KL moves nothing."""
     changes = {"anneal_lr": anneal_lr, "anneal_ent_coef": anneal_ent_coef}
-    args = DISCRETE.make_args(total_timesteps=1000, **changes)
-    state = DISCRETE.make_state(args)
+    args = case.make_args(total_timesteps=1000, **changes)
+    state = case.make_state(args)
     for step, left in ((0, 1.0), (250, 0.75), (900, 0.1), (1000, 0.0)):
         state.global_step = step
         lr, ent_coef = 3e-3 * (left if anneal_lr else 1), 0.01 * (left if anneal_ent_coef else 1)
         for metrics in ({}, {"kl": 9.0, "entropy": 0.0}, {"kl": 0.0, "entropy": 9.0}):
             expected = {"learning_rate": lr, "clip_coef": 0.2, "kl_coef": 1.0, "ent_coef": ent_coef}
-            assert adjusted(args, state, **metrics) == pytest.approx(expected)
+            assert adjusted(args, state, case.script, **metrics) == pytest.approx(expected)
 
 
-ADAPTED = [  # script, its coefficient, factor if the KL is too high, bounds
-    (DISCRETE, "kl_coef", 2.0, (1e-4, 1e4)),
-    (DISCRETE, "clip_coef", 0.5, (0.01, 0.3)),
-    (DISCRETE, "learning_rate", 1 / 1.5, (1e-5, 1e-2)),
-    (CONTINUOUS, "kl_coef", 2.0, (1e-4, 1e4)),
-    (CONTINUOUS, "learning_rate", 1 / 1.5, (1e-5, 1e-2)),
+ADAPTED = [  # a coefficient, its factor if the KL is too high, and its bounds
+    ("kl_coef", 2.0, (1e-4, 1e4)),
+    ("clip_coef", 0.5, (0.01, 0.3)),
+    ("learning_rate", 1 / 1.5, (1e-5, 1e-2)),
 ]
 
 
-@pytest.mark.parametrize(("case", "name", "factor", "bounds"), ADAPTED, ids=repr)
+@each_script
+@pytest.mark.parametrize(("name", "factor", "bounds"), ADAPTED, ids=repr)
 def test_adapt(case, name, factor, bounds):
     """Each choice moves its coefficient alone, once the KL is 1.5 times off, and within its bounds."""
     surrogate = "kl-penalty" if name == "kl_coef" else "clip"
@@ -375,7 +376,7 @@ def test_adapt(case, name, factor, bounds):
         assert after[name] == bounds[(factor > 1) == (kl > 0.5)]
 
 
-@pytest.mark.parametrize("case", [DISCRETE, CONTINUOUS], ids=repr)
+@each_script
 def test_adapted_learning_rate_stays_below_the_scheduled(case):
     """--learning-rate, annealed, is its upper limit, to the end."""
     args = case.make_args(adapt="learning-rate", total_timesteps=1000, learning_rate=0.004)
@@ -387,14 +388,16 @@ def test_adapted_learning_rate_stays_below_the_scheduled(case):
         assert rates["learning_rate"] == pytest.approx(expected)
 
 
-def test_target_entropy():
+@each_script
+def test_target_entropy(case):
     """The coefficient rises by a tenth below the tolerance, falls above it, and is never 0."""
-    args = DISCRETE.make_args(target_entropy=1.0, ent_coef=0.02, anneal_ent_coef=True)
+    args = case.make_args(target_entropy=1.0, ent_coef=0.02, anneal_ent_coef=True)
     for entropy, factor in ((0.94, 1.1), (0.96, 1), (1.04, 1), (1.06, 1 / 1.1)):
-        state = DISCRETE.make_state(args)
+        state = case.make_state(args)
         state.global_step = 100_000
-        assert adjusted(args, state, kl=0.0, entropy=entropy)["ent_coef"] == pytest.approx(0.02 * factor)
+        after = adjusted(args, state, case.script, kl=0.0, entropy=entropy)
+        assert after["ent_coef"] == pytest.approx(0.02 * factor)
     for entropy, bound in ((0.0, 10.0), (2.0, 1e-5)):
         for _ in range(200):
-            after = adjusted(args, state, kl=0.0, entropy=entropy)
+            after = adjusted(args, state, case.script, kl=0.0, entropy=entropy)
         assert after["ent_coef"] == bound

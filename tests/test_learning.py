@@ -66,7 +66,7 @@ VARIANTS = {
 
 
 CASES = [(DISCRETE, name) for name in VARIANTS if name != "only rewards scaled"]
-CASES += [(CONTINUOUS, name) for name in VARIANTS if name != "adapt clip-coef"]
+CASES += [(CONTINUOUS, name) for name in VARIANTS]
 
 
 @pytest.mark.slow

@@ -389,6 +389,7 @@ def test_files_that_are_no_checkpoints(flag, trained, tmp_path):
 
 
 KEPT = [(case, "--no-norm-obs") for case in (DISCRETE, CONTINUOUS, LSTM)]
+KEPT += [(case, "--no-norm-rewards --norm-adv") for case in (DISCRETE, CONTINUOUS, LSTM)]
 KEPT += [(CONTINUOUS, "--no-scale-actions"), (CONTINUOUS, "--activation tanh")]
 
 

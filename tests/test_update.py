@@ -1,6 +1,7 @@
 """What an iteration makes of a rollout: its batch, its minibatches, its gradient steps, and its metrics."""
 
 import copy
+import inspect
 import math
 import shlex
 from dataclasses import replace
@@ -358,6 +359,22 @@ def plain_loss(actor, log_std, critic, rows, args):
     return loss - args.ent_coef * entropies.mean()
 
 
+def assert_defaults_of_stable_baselines3(args):
+    """What our settings mean there is what its PPO has by default."""
+    known = {name: one.default for name, one in inspect.signature(PPO.__init__).parameters.items()}
+    batch_size = args.num_envs * args.num_steps // args.num_minibatches
+    ours = {
+        "learning_rate": args.learning_rate, "n_steps": args.num_steps, "batch_size": batch_size,
+        "n_epochs": args.update_epochs, "gamma": args.gamma, "gae_lambda": args.gae_lambda,
+        "clip_range": args.clip_coef, "clip_range_vf": 0.2 if args.clip_vloss else None,
+        "normalize_advantage": args.norm_adv, "ent_coef": args.ent_coef,
+        "vf_coef": args.vf_coef / 2,  # its value loss has no ½
+        "max_grad_norm": args.max_grad_norm, "target_kl": args.target_kl,
+    }  # fmt: skip
+    assert ours == {name: known[name] for name in ours}
+    assert (args.num_envs, args.anneal_lr, args.norm_obs, args.norm_rewards) == (1, False, False, False)
+
+
 @pytest.mark.parametrize(("script", "whose"), experiments.PLAIN)
 def test_plain_ppo(script, whose):
     """An update with the documented flags for the settings of others, beside PPO and Adam in float64."""
@@ -365,7 +382,8 @@ def test_plain_ppo(script, whose):
     flags = shlex.split(experiments.PLAIN[script, whose])
     args = tyro.cli(case.script.Args, args=flags)
     case.script.check_settings(args)
-    assert args.gae_lambda == 0.95
+    if whose == "Stable-Baselines3":
+        assert_defaults_of_stable_baselines3(args)
     args = replace(args, update_epochs=5, num_minibatches=8, num_steps=256, num_envs=1)
     agent = case.make_agent(args)
     rollout = case.make_rollout(args, agent)
@@ -448,9 +466,7 @@ def test_compiled_gradients_are_those_of_eager(case, surrogate):
     batch = case.make_batch(copy.deepcopy(agents[0]), rollout, args)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for i, size in enumerate([len(batch.obs), 30, 29, 17, 4]):
-        state.kl_coef = 1 + 0.5 * i
-        if case is DISCRETE:
-            state.clip_coef, state.ent_coef = 0.3 - 0.04 * i, 0.1 * i
+        state.kl_coef, state.clip_coef, state.ent_coef = 1 + 0.5 * i, 0.3 - 0.04 * i, 0.1 * i
         minibatch, metrics, gradients = case.script.Batch(*(column[:size] for column in batch)), [], []
         for agent, compute in zip(agents, computes, strict=True):
             agent.zero_grad()
