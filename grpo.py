@@ -891,13 +891,16 @@ def restore(path: str, models: Models, optimizer: Adam) -> int:
 
 def check_bounds(args: Args) -> None:
     """Raise `ValueError` where a setting is not of its type, or not within BOUNDS."""
-    types: dict[Any, Any] = {bool: bool, int: int, float: (int, float)}
+    types: dict[Any, Any] = {kind: kind for kind in (bool, int, str, str | None)}
+    types |= {float: int | float, float | None: int | float | None}  # 1 is a float, too
     for name, kind in get_type_hints(Args).items():
         value, choices = getattr(args, name), get_args(kind)
         if get_origin(kind) is Literal and value not in choices:
             raise ValueError(f"--{name.replace('_', '-')} must be {' or '.join(choices)}, not {value}")
-        if not isinstance(value, types.get(kind, object)):
-            raise ValueError(f"--{name.replace('_', '-')} must be of type {kind.__name__}, not {value!r}")
+        is_flag = isinstance(value, bool) and kind is not bool  # True is an int, but it is not meant as 1
+        if is_flag or not isinstance(value, types.get(kind, object)):
+            expected = getattr(kind, "__name__", kind)
+            raise ValueError(f"--{name.replace('_', '-')} must be of type {expected}, not {value!r}")
     for name, (low, high) in BOUNDS.items():
         value, default = getattr(args, name), getattr(Args, name)
         unused = value is None and default is None

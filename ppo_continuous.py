@@ -139,7 +139,8 @@ BOUNDS = {
     "update_epochs": (1, 30), "num_minibatches": (1, math.inf), "clip_coef": (1e-3, 0.3), "kl_coef": (0, 1e4),
     "desired_kl": (1e-6, 10), "target_kl": (1e-6, math.inf), "ent_coef": (0, 100),
     "target_entropy": (-1e4, 1e4), "vf_coef": (0, 100), "max_grad_norm": (1e-6, math.inf),
-    "adam_beta2": (0, 0.99999), "init_log_std": (-10, 2), "min_log_std": (-100, 2), "hidden_size": (1, 2**16),
+    "adam_beta2": (1e-3, 0.99999), "init_log_std": (-5, 2), "min_log_std": (-20, 2),
+    "hidden_size": (1, 2**16),
 }  # fmt: skip
 
 
@@ -148,12 +149,12 @@ BOUNDS = {
 
 def mlp(inputs: int, hidden: int, outputs: int, last_gain: float, activation: str) -> nn.Sequential:
     """Two hidden layers and a linear one, with orthogonal weights and zero biases ([37], detail 2)."""
-    function = nn.Tanh() if activation == "tanh" else nn.ELU()
+    function = {"tanh": nn.Tanh, "elu": nn.ELU}[activation]
     layers = nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)
     for layer, gain in zip(layers, (math.sqrt(2), math.sqrt(2), last_gain), strict=True):
         nn.init.orthogonal_(layer.weight, gain)
         nn.init.zeros_(layer.bias)
-    return nn.Sequential(layers[0], function, layers[1], function, layers[2])
+    return nn.Sequential(layers[0], function(), layers[1], function(), layers[2])
 
 
 class RunningMoments(nn.Module):
@@ -180,7 +181,7 @@ class Agent(nn.Module):
         super().__init__()
         obs_size = obs_space.shape[0]
         self.actor = mlp(obs_size, args.hidden_size, action_size, 0.01, args.activation)  # means near 0
-        self.log_std = nn.Parameter(torch.full((action_size,), args.init_log_std))  # the same in all states
+        self.log_std = nn.Parameter(args.init_log_std * torch.ones(action_size))  # the same in all states
         self.critic = mlp(obs_size, args.hidden_size, 1, 1.0, args.activation)
         self.obs_moments, self.return_moments = RunningMoments(obs_size), RunningMoments(1)
         self.norm_obs = args.norm_obs
@@ -369,7 +370,8 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
         rollout.policies[t], actions[t] = act(agent, seen, noise)
         obs[t + 1], rewards[t], terminated[t], truncated[t], _ = envs.step(rescale(actions[t]))
     valid[1:] = ~(terminated | truncated)[:-1]
-    if not (np.isfinite(rewards).all() and np.isfinite(obs[1:][~terminated]).all()):
+    finite = np.isfinite(rewards).all() and np.isfinite(obs[0][valid[0]]).all()
+    if not (finite and np.isfinite(obs[1:][~terminated]).all()):
         raise FloatingPointError("a reward or an observation is NaN or infinite: look at the environment")
     return finished_episodes(rollout)
 
@@ -523,7 +525,7 @@ def train(args: Args) -> dict:
     `ValueError` for invalid settings. With `resume`, the settings are those of `args`, too. It seeds
     the global random generators, sets the number of PyTorch's threads, and writes to runs/.
     """
-    args = replace(args)  # a copy, in which NumPy's numbers are plain ones
+    args = replace(args, evaluate=None)  # a copy, in which NumPy's numbers are plain ones
     check(args)
     torch.set_num_threads(1)  # for small networks, one is fastest
     state = State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
@@ -543,8 +545,9 @@ def train(args: Args) -> dict:
     optimizer = Adam(agent.parameters(), args.learning_rate, betas, eps=1e-5, fused=True)
     if args.resume:
         agent.load_state_dict(saved["agent"])
+        agent.log_std.data.clamp_(min=args.min_log_std)  # which may be another now
         optimizer.load_state_dict(saved["optimizer"])
-        optimizer.param_groups[0]["betas"] = betas  # which may be others now
+        optimizer.param_groups[0]["betas"] = betas  # likewise
         torch.set_rng_state(saved["random"])
     compute = compiled(compute_gradients) if args.compile else compute_gradients
     rollout = Rollout(args, obs_space.shape[0], action_size)
@@ -603,13 +606,16 @@ def compiled(function: Callable) -> Callable:
 
 def check_bounds(args: Args) -> None:
     """Raise `ValueError` where a setting is not of its type, or not within BOUNDS."""
-    types: dict[Any, Any] = {bool: bool, int: int, float: (int, float)}
+    types: dict[Any, Any] = {kind: kind for kind in (bool, int, str, str | None)}
+    types |= {float: int | float, float | None: int | float | None}  # 1 is a float, too
     for name, kind in get_type_hints(Args).items():
         value, choices = getattr(args, name), get_args(kind)
         if get_origin(kind) is Literal and value not in choices:
             raise ValueError(f"--{name.replace('_', '-')} must be {' or '.join(choices)}, not {value}")
-        if not isinstance(value, types.get(kind, object)):
-            raise ValueError(f"--{name.replace('_', '-')} must be of type {kind.__name__}, not {value!r}")
+        is_flag = isinstance(value, bool) and kind is not bool  # True is an int, but it is not meant as 1
+        if is_flag or not isinstance(value, types.get(kind, object)):
+            expected = getattr(kind, "__name__", kind)
+            raise ValueError(f"--{name.replace('_', '-')} must be of type {expected}, not {value!r}")
     for name, (low, high) in BOUNDS.items():
         value, default = getattr(args, name), getattr(Args, name)
         unused = value is None and default is None
@@ -622,6 +628,8 @@ def check_settings(args: Args) -> None:
     """Raise `ValueError` for settings with which training cannot be right."""
     check_bounds(args)
     one_step = args.update_epochs * args.num_minibatches == 1
+    clips_nothing = args.surrogate != "clip" and not args.clip_vloss
+    too_narrow = args.init_log_std < args.min_log_std and not args.resume  # what is resumed has its own
     normalised = args.norm_adv or args.norm_rewards  # scaled rewards will do here: that was measured
     largest = args.num_envs * (args.num_steps // 2) // 2  # so that each minibatch has two transitions or more
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
@@ -631,9 +639,10 @@ def check_settings(args: Args) -> None:
         (args.adapt == "kl-coef" and args.surrogate == "clip", "kl-coef needs --surrogate kl-penalty"),
         (args.adapt == "clip-coef" and args.surrogate != "clip", "clip-coef needs --surrogate clip"),
         (args.kl_coef != Args.kl_coef and args.surrogate == "clip", "--kl-coef needs --surrogate kl-penalty"),
+        (clips_nothing and args.clip_coef != Args.clip_coef, "--clip-coef needs --surrogate clip"),
         (args.desired_kl != Args.desired_kl and args.adapt == "none", "--desired-kl needs --adapt"),
         (args.anneal_ent_coef and args.target_entropy is not None, "--target-entropy adapts c₂: no schedule"),
-        (args.init_log_std < args.min_log_std, "--init-log-std must not be below --min-log-std"),
+        (too_narrow, "--init-log-std must not be below --min-log-std"),
         (args.compile and torch.__version__ < "2.13", "--compile needs PyTorch 2.13"),
         (args.compile and not shutil.which(compiler), f"--compile needs the C++ compiler {compiler}"),
         (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
@@ -663,6 +672,9 @@ def check(args: Args) -> None:
     actions = env.action_space
     if not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1:
         raise ValueError(f"{args.env_id} has {actions}: see ppo.py (Discrete) or docs/recipes.md")
+    lowest, highest = map(rescaler(actions, args), (np.full(actions.shape, -1.0), np.ones(actions.shape)))
+    if ((lowest == highest) & (actions.low < actions.high)).any():  # a policy around 0 would stay at a bound
+        raise ValueError(f"{args.env_id} has {actions}, far from 0: scale or shift actions in make_env")
     try:
         obs_space = gym.spaces.flatten_space(env.observation_space)
     except NotImplementedError:  # of a kind that Gymnasium does not know
@@ -677,7 +689,7 @@ def check(args: Args) -> None:
                 raise ValueError(f"{flag} must be as in {path}, whose networks have learnt with it")
         try:
             Agent(args, obs_space, actions.shape[0]).load_state_dict(content["agent"])
-        except RuntimeError as error:
+        except (RuntimeError, KeyError) as error:
             raise ValueError(f"{path} is of another script or size, or not for {args.env_id}") from error
     if args.resume:  # only now: another script's checkpoint may have settings that are right there
         check_settings(args)
@@ -901,6 +913,8 @@ def parse_args() -> Args:
         raise ValueError("write --track or --no-track, for example, without True or False")
     parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [PPO]")[0])
     args = parse()
+    if args.resume and args.evaluate:
+        raise ValueError("--resume and --evaluate do not go together")
     if "" in (args.resume, args.evaluate):
         raise ValueError("--resume and --evaluate need the path of a checkpoint")
     if path := args.resume or args.evaluate:
@@ -920,8 +934,8 @@ def print_commands(args: Args, path: str) -> None:
     """Say how to resume a run, to watch its agent, and to check it."""
     script = Path(sys.argv[0])
     module = f" --env-id {args.env_id}" if ":" in args.env_id else ""  # a checkpoint imports none by itself
-    finished = load_checkpoint(path)[1]["state"]["global_step"] >= args.total_timesteps
-    steps = f" --total-timesteps {2 * args.total_timesteps:.0f}" if finished else ""
+    step, total = load_checkpoint(path)[1]["state"]["global_step"], args.total_timesteps
+    steps = f" --total-timesteps {total * (step // total + 1):.0f}" if step >= total else ""
     print(f"resume: python {script} --resume {path}{module}{steps}")
     print(f"watch:  python {script} --evaluate {path}{module} --capture-video")
     if (coach := script.with_name("coach.py")).exists():  # not beside a copy

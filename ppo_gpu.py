@@ -156,7 +156,7 @@ class Agent(nn.Module):
         self.sizes = nn.Buffer(torch.tensor([obs_size, actor_obs_size, action_size]))  # for load_policy
         self.actor_obs_size = actor_obs_size  # the critic sees more (Pinto et al. 2017, arXiv:1710.06542)
         self.actor = mlp(actor_obs_size, args.hidden_size, action_size, last_gain=0.01)  # near 0 at first
-        self.log_std = nn.Parameter(torch.full((action_size,), args.init_log_std))  # the same in all states
+        self.log_std = nn.Parameter(args.init_log_std * torch.ones(action_size))  # the same in all states
         self.critic = mlp(obs_size, args.hidden_size, 1, last_gain=1.0)
         self.obs_moments, self.return_moments = RunningMoments(obs_size), RunningMoments(1)
 
@@ -375,7 +375,7 @@ def train(args: Args, envs: Any = None) -> dict:
     `ValueError` for invalid settings. With `resume`, the settings are those of `args`, too. Under
     torchrun, the first process logs, saves and evaluates.
     """
-    args = replace(args)  # a copy, in which NumPy's numbers are plain ones
+    args = replace(args, evaluate=None)  # a copy, in which NumPy's numbers are plain ones
     check(args)
     envs = make_envs(args) if envs is None else envs
     torch.set_float32_matmul_precision("high")  # matrix products in TF32, on GPUs that have it
@@ -450,13 +450,16 @@ def stopped(args: Args) -> bool:
 
 def check_bounds(args: Args) -> None:
     """Raise `ValueError` where a setting is not of its type, or not within BOUNDS."""
-    types: dict[Any, Any] = {bool: bool, int: int, float: (int, float)}
+    types: dict[Any, Any] = {kind: kind for kind in (bool, int, str, str | None)}
+    types |= {float: int | float, float | None: int | float | None}  # 1 is a float, too
     for name, kind in get_type_hints(Args).items():
         value, choices = getattr(args, name), get_args(kind)
         if get_origin(kind) is Literal and value not in choices:
             raise ValueError(f"--{name.replace('_', '-')} must be {' or '.join(choices)}, not {value}")
-        if not isinstance(value, types.get(kind, object)):
-            raise ValueError(f"--{name.replace('_', '-')} must be of type {kind.__name__}, not {value!r}")
+        is_flag = isinstance(value, bool) and kind is not bool  # True is an int, but it is not meant as 1
+        if is_flag or not isinstance(value, types.get(kind, object)):
+            expected = getattr(kind, "__name__", kind)
+            raise ValueError(f"--{name.replace('_', '-')} must be of type {expected}, not {value!r}")
     for name, (low, high) in BOUNDS.items():
         value, default = getattr(args, name), getattr(Args, name)
         unused = value is None and default is None
@@ -789,6 +792,8 @@ def parse_args() -> Args:
         raise ValueError("write --track or --no-track, for example, without True or False")
     parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [PPO]")[0])
     args = parse()
+    if args.resume and args.evaluate:
+        raise ValueError("--resume and --evaluate do not go together")
     if "" in (args.resume, args.evaluate):
         raise ValueError("--resume and --evaluate need the path of a checkpoint")
     if path := args.resume or args.evaluate:
@@ -811,8 +816,8 @@ def print_commands(args: Args, path: str, can_render: bool) -> None:
     script = Path(sys.argv[0])
     module = f" --env-id {args.env_id}" if ":" in args.env_id else ""  # a checkpoint imports none by itself
     video = " --capture-video" if can_render else ""
-    finished = load_checkpoint(path)[1]["state"]["global_step"] >= args.total_timesteps
-    steps = f" --total-timesteps {2 * args.total_timesteps:.0f}" if finished else ""
+    step, total = load_checkpoint(path)[1]["state"]["global_step"], args.total_timesteps
+    steps = f" --total-timesteps {total * (step // total + 1):.0f}" if step >= total else ""
     print(f"resume: python {script} --resume {path}{module}{steps}")
     print(f"watch:  python {script} --evaluate {path}{module}{video}")
     if (coach := script.with_name("coach.py")).exists():  # not beside a copy

@@ -503,7 +503,7 @@ def train(args: Args) -> dict:
     `ValueError` for invalid settings. With `resume`, the settings are those of `args`, too. It seeds
     the global random generators, sets the number of PyTorch's threads, and writes to runs/.
     """
-    args = replace(args)  # a copy, in which NumPy's numbers are plain ones
+    args = replace(args, evaluate=None)  # a copy, in which NumPy's numbers are plain ones
     check(args)
     torch.set_num_threads(1)  # for small networks, one is fastest
     state = State(args.learning_rate)
@@ -562,13 +562,16 @@ def hashed(*numbers: int) -> int:
 
 def check_bounds(args: Args) -> None:
     """Raise `ValueError` where a setting is not of its type, or not within BOUNDS."""
-    types: dict[Any, Any] = {bool: bool, int: int, float: (int, float)}
+    types: dict[Any, Any] = {kind: kind for kind in (bool, int, str, str | None)}
+    types |= {float: int | float, float | None: int | float | None}  # 1 is a float, too
     for name, kind in get_type_hints(Args).items():
         value, choices = getattr(args, name), get_args(kind)
         if get_origin(kind) is Literal and value not in choices:
             raise ValueError(f"--{name.replace('_', '-')} must be {' or '.join(choices)}, not {value}")
-        if not isinstance(value, types.get(kind, object)):
-            raise ValueError(f"--{name.replace('_', '-')} must be of type {kind.__name__}, not {value!r}")
+        is_flag = isinstance(value, bool) and kind is not bool  # True is an int, but it is not meant as 1
+        if is_flag or not isinstance(value, types.get(kind, object)):
+            expected = getattr(kind, "__name__", kind)
+            raise ValueError(f"--{name.replace('_', '-')} must be of type {expected}, not {value!r}")
     for name, (low, high) in BOUNDS.items():
         value, default = getattr(args, name), getattr(Args, name)
         unused = value is None and default is None
@@ -841,6 +844,8 @@ def parse_args() -> Args:
         raise ValueError("write --track or --no-track, for example, without True or False")
     parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [PPO]")[0])
     args = parse()
+    if args.resume and args.evaluate:
+        raise ValueError("--resume and --evaluate do not go together")
     if "" in (args.resume, args.evaluate):
         raise ValueError("--resume and --evaluate need the path of a checkpoint")
     if path := args.resume or args.evaluate:
@@ -860,8 +865,8 @@ def print_commands(args: Args, path: str) -> None:
     """Say how to resume a run, to watch its agent, and to check it."""
     script = Path(sys.argv[0])
     module = f" --env-id {args.env_id}" if ":" in args.env_id else ""  # a checkpoint imports none by itself
-    finished = load_checkpoint(path)[1]["state"]["global_step"] >= args.total_timesteps
-    steps = f" --total-timesteps {2 * args.total_timesteps:.0f}" if finished else ""
+    step, total = load_checkpoint(path)[1]["state"]["global_step"], args.total_timesteps
+    steps = f" --total-timesteps {total * (step // total + 1):.0f}" if step >= total else ""
     print(f"resume: python {script} --resume {path}{module}{steps}")
     print(f"watch:  python {script} --evaluate {path}{module} --capture-video")
     if (coach := script.with_name("coach.py")).exists():  # not beside a copy

@@ -48,6 +48,8 @@ REFUSALS = {  # words of the command, and what the refusal must say
     "--device gpu": "use cpu",
     "--adapt kl-coef": "needs --surrogate kl-penalty",
     "--adapt clip-coef --surrogate kl-penalty": "needs --surrogate clip",
+    "--clip-coef 0.1 --surrogate kl-penalty": "--clip-coef needs --surrogate clip",
+    "--resume a.pt --evaluate a.pt": "do not go together",
     "--desired-kl 0.02": "--desired-kl needs --adapt",
     "--kl-coef 3": "--kl-coef needs --surrogate kl-penalty",
     "--target-entropy 1 --anneal-ent-coef": "--target-entropy",
@@ -91,8 +93,10 @@ def test_refusals(words, tmp_path):
     [
         (CONTINUOUS, "--env-id CartPole-v1", "see ppo.py"),
         (CONTINUOUS, "--env-id user_envs:Pairs-v0", "docs/recipes.md"),
+        (CONTINUOUS, "--env-id user_envs:FarBox-v0", "scale or shift actions"),
+        (CONTINUOUS, "--env-id user_envs:FarBox-v0 --no-scale-actions", "scale or shift actions"),
         (CONTINUOUS, "--init-log-std -3", "--init-log-std must not be below --min-log-std"),
-        (CONTINUOUS, "--adam-beta2 1", "--adam-beta2 must be from 0 to 0.99999"),
+        (CONTINUOUS, "--adam-beta2 1", "--adam-beta2 must be from 0.001 to 0.99999"),
         (LSTM, "--env-id Pendulum-v1", "ppo_continuous.py"),
         (CONTINUOUS, "--no-norm-rewards", "--norm-rewards or --norm-adv"),
         (LSTM, "--hidden-size 0", "--hidden-size must be from 1 to 65536, not 0"),
@@ -141,6 +145,7 @@ def test_bounds(script):
 def test_settings_of_other_types(script):
     """A program may give any: those of another type, or none of the choices, are refused by name."""
     wrong = {"seed": 1.5, "learning_rate": "0.1", "track": "False", "num_minibatches": 2.0}
+    wrong |= {"target_kl": "0.03", "exp_name": 5, "device": torch.device("cpu"), "max_grad_norm": True}
     wrong |= {"surrogate": "Clip", "adapt": "learning_rate", "cell": "LSTM", "kl_in": "Loss", "gamma": None}
     for name, value in wrong.items():
         if hasattr(script.Args, name):
@@ -156,6 +161,22 @@ def test_settings_of_other_types(script):
 def test_a_setting_out_of_bounds_is_refused(case, words, tmp_path):
     """In one line, before anything is written."""
     assert_refused(case, tmp_path, words.split(), f"{words.split()[0]} must be")
+
+
+@memory_too
+def test_whole_numbers_are_numbers(case, tmp_path, monkeypatch):
+    """A program may write 0 or 1 where a setting has a fraction."""
+    monkeypatch.chdir(tmp_path)
+    whole = {"learning_rate": 0, "gamma": 1, "gae_lambda": 1, "max_grad_norm": 1, "init_log_std": 0}
+    known = {name: value for name, value in (SMALL | whole).items() if hasattr(case.script.Args, name)}
+    case.script.train(case.script.Args(env_id=case.walk, **known))
+
+
+@atari_too
+def test_what_is_only_evaluated_is_not_trained_unchecked(case):
+    """`train` trains, whatever `evaluate` says, so it checks the settings."""
+    with pytest.raises(ValueError, match="--gamma must be"):
+        case.script.train(case.script.Args(evaluate="none.pt", gamma=1.5))
 
 
 def test_a_program_may_raise_the_bounds(tmp_path, monkeypatch):

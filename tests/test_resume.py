@@ -194,6 +194,15 @@ def test_a_stopped_run_is_saved(case, number, tmp_path, monkeypatch):
         assert 600 <= steps == load(path)["state"]["global_step"]
 
 
+@memory_too
+def test_the_command_to_resume_is_not_refused(case, tmp_path):
+    """Also where a run of few steps went on to the end of a rollout."""
+    done = run(case, tmp_path, total_timesteps=10)
+    (words,) = re.findall(r"^resume: python \S+ (.*)$", done.out, re.M)
+    resumed = call(case, tmp_path, *words.split(), "--env-id", case.walk)
+    assert (resumed.status, resumed.err) == (0, "")
+
+
 STOPPED = SMALL | {"total_timesteps": 100_000}
 STOPPED_ATARI = {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "update_epochs": 1, "num_threads": 1}
 STOPPED_ATARI |= {"total_timesteps": 100_000, "env_id": "ALE/Pong-v5", "device": "cpu"}
@@ -343,6 +352,7 @@ FAULTS = {
     "raise": "RuntimeError: the simulator broke",
     "nan reward": "FloatingPointError: a reward or an observation is NaN",
     "nan observation": "FloatingPointError: a reward or an observation is NaN",
+    "nan at the start": "FloatingPointError: a reward or an observation is NaN",
 }
 
 
@@ -409,3 +419,23 @@ def test_another_beta2_counts_in_a_resumed_run(trained, tmp_path):
     path = copied(trained(CONTINUOUS).checkpoint, tmp_path)
     content, _ = resume(CONTINUOUS, path, "--adam-beta2", "0.9")
     assert content["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.9)
+
+
+def test_another_floor_counts_from_the_first_action_of_a_resumed_run(trained, tmp_path):
+    """Acting with a narrow policy, and learning a wide one, would be a large step."""
+    path = copied(trained(CONTINUOUS).checkpoint, tmp_path)
+    before = len(curves(path.parent)["losses/kl"])
+    _, data = resume(CONTINUOUS, path, "--min-log-std", "1")
+    assert max([*data["losses/kl"].values()][before:]) < 0.1
+    assert min([*data["losses/std"].values()][before:]) >= np.exp(1) * (1 - 1e-6)
+
+
+def test_an_unknown_activation_is_not_another_one(trained, tmp_path):
+    """A checkpoint of a changed copy is refused, rather than played with other networks."""
+    path = copied(trained(CONTINUOUS).checkpoint, tmp_path)
+    content = load(path)
+    content["args"]["activation"] = "relu"
+    torch.save(content, path)
+    done = call(CONTINUOUS, tmp_path, "--evaluate", path, "--env-id", CONTINUOUS.walk)
+    assert done.status == 2
+    assert "of another script" in done.err

@@ -60,7 +60,8 @@ class Walk(gym.Env):
             LOG["seeds"].append(seed)
         self.length, self.kind = self.np_random.integers(1, 13), self.np_random.integers(3)
         self.rewards = []
-        return self.observe(), {}
+        obs = self.observe()
+        return obs * np.nan if self.fault == "nan at the start" else obs, {}
 
     def step(self, action):
         assert self.action_space.contains(action) or np.isnan(action).any(), action
@@ -205,6 +206,11 @@ gym.register("Bandit-v0", Bandit)
 gym.register("Global-v0", Global)
 gym.register("Words-v0", Walk, kwargs={"observation": "words"})
 gym.register("Unknown-v0", Walk, kwargs={"observation": "unknown"})
-for name, space in (("Pairs-v0", spaces.MultiDiscrete([2, 3])), ("FromOne-v0", spaces.Discrete(3, start=1))):
+OTHERS = {
+    "Pairs-v0": spaces.MultiDiscrete([2, 3]),
+    "FromOne-v0": spaces.Discrete(3, start=1),
+    "FarBox-v0": spaces.Box(np.float32([-1, 5]), np.float32([1, np.inf])),
+}
+for name, space in OTHERS.items():
     ACTIONS[name] = space
     gym.register(name, Walk, kwargs={"action": name})
