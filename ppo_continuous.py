@@ -473,7 +473,7 @@ def update(
     steps = []  # metrics of each, still as tensors: reading them would wait for the GPU
     for epoch in range(args.update_epochs):
         if args.recompute_advantages and epoch > 0:
-            batch = remake()._replace(old_values=batch.old_values)
+            batch = remake()._replace(old_values=batch.old_values)  # V_old is that of the first epoch
         order = torch.randperm(len(batch.obs)).to(args.device)
         for rows in order.tensor_split(args.num_minibatches):
             minibatch = Batch(*(column[rows] for column in batch))
@@ -672,8 +672,9 @@ def check(args: Args) -> None:
     actions = env.action_space
     if not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1:
         raise ValueError(f"{args.env_id} has {actions}: see ppo.py (Discrete) or docs/recipes.md")
-    lowest, highest = map(rescaler(actions, args), (np.full(actions.shape, -1.0), np.ones(actions.shape)))
-    if ((lowest == highest) & (actions.low < actions.high)).any():  # a policy around 0 would stay at a bound
+    rescale = rescaler(actions, args)
+    stuck = rescale(np.full(actions.shape, -1.0)) == rescale(np.full(actions.shape, 1.0))
+    if (stuck & (actions.low < actions.high)).any():  # a policy around 0 would never leave a bound
         raise ValueError(f"{args.env_id} has {actions}, far from 0: scale or shift actions in make_env")
     try:
         obs_space = gym.spaces.flatten_space(env.observation_space)
