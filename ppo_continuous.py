@@ -592,6 +592,7 @@ def hashed(*numbers: int) -> int:
 
 def compiled(function: Callable) -> Callable:
     """`compute_gradients`, compiled with the backward pass in it."""
+    torch._dynamo.reset()  # else the ninth run of a process would fail: what is compiled anew is counted
     torch._dynamo.config.trace_autograd_ops = True  # lets `backward` be part of the graph
     # Batches differ in size, by their filler rows. With fullgraph, what cannot be compiled is an error.
     fast = torch.compile(function, dynamic=True, fullgraph=True)

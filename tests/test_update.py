@@ -559,6 +559,18 @@ def test_dropout_is_seen(case, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_many_compiled_runs_in_one_process():
+    """As a search has them, with networks of any size: PyTorch's limit counts for each run by itself."""
+    for size in range(4, 8):
+        args = DISCRETE.make_args(hidden_size=size)
+        agent, state = DISCRETE.make_agent(args), DISCRETE.make_state(args)
+        batch = DISCRETE.make_batch(agent, DISCRETE.make_rollout(args, agent), args)
+        DISCRETE.script.compiled(DISCRETE.script.compute_gradients)(agent, batch, args, state)
+        assert agent.actor[0].weight.grad.abs().max() > 0
+
+
+@pytest.mark.slow
 def test_what_cannot_be_compiled_is_an_error():
     """A loss that reads a number would otherwise be compiled in parts, without gradients."""
     case = CONTINUOUS
