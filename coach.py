@@ -364,7 +364,7 @@ def add_derived(run: RunLog) -> None:
     if "grad_norm" in numbers and "max_grad_norm" in numbers:
         numbers["grad_excess"] = numbers["grad_norm"] / numbers["max_grad_norm"]
     if run.settings.get("scale_actions") == "False":
-        numbers.pop("std", None)  # in units of the environment: too large or too small for what is not known
+        numbers.pop("std", None)  # in units of the environment, which the rules do not know
     gaussian = numbers.keys() & {"std", "init_log_std"} or "continuous" in run.settings.get("exp_name", "")
     if "entropy" in numbers and not gaussian and not np.nanmin(numbers["entropy"]) < 0:
         largest = np.fmax.accumulate(numbers["entropy"])
