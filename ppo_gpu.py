@@ -12,7 +12,7 @@ Observations, actions and rewards are tensors that stay on the GPU. Without --en
 are written in PyTorch. Other names are those of MuJoCo Playground (pip install playground "jax[cuda13]").
 For your own environments, or those of Isaac Lab, mjlab or ManiSkill, write a class like `Pendulums` that is
 called with `Args`, and name it: --env-id my_module:MyClass. Under torchrun, each process has a GPU with
-environments of its own, and all train the same networks.
+environments of its own, and all train the same networks. A trained policy is a module to export: load_policy.
 
   [PPO]     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   [GAE]     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
@@ -20,6 +20,8 @@ environments of its own, and all train the same networks.
   [Limits]  Pardo et al. 2018, "Time Limits in Reinforcement Learning", arXiv:1712.00378
   [Matters] Engstrom et al. 2020, "Implementation Matters in Deep Policy Gradients", arXiv:2005.12729
   [37]      Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog
+  [Walk]    Rudin et al. 2022, "Learning to Walk in Minutes Using Massively Parallel Deep Reinforcement
+            Learning", arXiv:2109.11978
 
 PPO comes first: networks, equations, then the algorithm up to `train`, which repeats:
 
@@ -31,10 +33,13 @@ PPO comes first: networks, equations, then the algorithm up to `train`, which re
 Shapes: T steps per rollout, N environments, D numbers per observation, A per action, B = T N transitions.
 """
 
+import io
 import math
 import os
 import pickle
+import random
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -68,6 +73,8 @@ class Args:  # the trailing comments become --help
     track: bool = False  # mirror TensorBoard to Weights & Biases, to its WANDB_PROJECT (needs wandb)
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda or mps
     cuda_graphs: bool = True  # record CUDA graphs; switch it off to debug, or if a change cannot be recorded
+    compile: bool = False  # on a CPU, compile the gradient step: faster after some 20 s (PyTorch >= 2.13)
+    keep_every: float | None = None  # keep a checkpoint every so many transitions, beside the last one
 
     # Environment
     env_id: str = "Pendulum"  # Pendulum, a name of MuJoCo Playground, or `module:MyClass`
@@ -76,7 +83,8 @@ class Args:  # the trailing comments become --help
     # PPO
     total_timesteps: float = 1_000_000  # total number of transitions; 1e6 is fine
     num_steps: int = 16  # T: steps of each environment per rollout
-    learning_rate: float = 1e-3  # Adam's step size, decayed linearly to 0
+    learning_rate: float = 1e-3  # Adam's step size, decayed linearly to 0 (not with --desired-kl)
+    desired_kl: float | None = None  # adapt the learning rate to hold this KL divergence (0.01, in nats)
     gamma: float = 0.95  # γ: discount factor
     gae_lambda: float = 0.95  # λ: trades bias (0) against variance (1) of the advantages
     update_epochs: int = 10  # K: passes over each rollout
@@ -105,7 +113,8 @@ class Args:  # the trailing comments become --help
 # of your own in Args is checked once it has an entry here.
 BOUNDS = {
     "seed": (0, 2**31), "num_envs": (1, math.inf), "num_steps": (1, math.inf), "total_timesteps": (1, 1e15),
-    "learning_rate": (0, 1), "gamma": (0, 1), "gae_lambda": (0, 1), "update_epochs": (1, 30),
+    "keep_every": (1, math.inf), "learning_rate": (0, 1), "desired_kl": (1e-6, 10), "gamma": (0, 1),
+    "gae_lambda": (0, 1), "update_epochs": (1, 30),
     "num_minibatches": (1, math.inf), "clip_coef": (1e-3, 0.3), "ent_coef": (0, 100), "vf_coef": (0, 100),
     "max_grad_norm": (1e-6, math.inf), "init_log_std": (-10, 2), "hidden_size": (1, 2**16),
 }  # fmt: skip
@@ -113,8 +122,12 @@ BOUNDS = {
 # Defaults for all other environments. γ and the learning rate are those of Playground for its control suite.
 OTHERS = Args(num_envs=2048, num_steps=32, total_timesteps=30_000_000, gamma=0.995, update_epochs=8,
               num_minibatches=16, hidden_size=256)  # fmt: skip
-RANK = int(os.environ.get("RANK", 0))  # of this process; torchrun sets both
-PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # how many there are
+# As torchrun sets them: how many processes there are, the number of this one, and that among its machine's.
+PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0)) if PROCESSES > 1 else 0
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0)) if PROCESSES > 1 else 0
+if PROCESSES > 1 and torch.cuda.device_count() > LOCAL_RANK:
+    torch.cuda.set_device(LOCAL_RANK)  # what "cuda" means in this process, also for environments of your own
 
 # ------------------------------------------------- Networks -------------------------------------------------
 
@@ -221,6 +234,7 @@ class Batch(NamedTuple):
     old_log_probs: Tensor  # [B], log π_old(a|s)
     advantages: Tensor  # [B]
     returns: Tensor  # [B]
+    rewards: Tensor  # [B], scaled; only for a metric
 
 
 @dataclass
@@ -229,7 +243,7 @@ class State:
 
     global_step: int = 0  # transitions so far
     returns: list[float] = field(default_factory=list)  # of the last 100 episodes
-    episodes: dict[str, Tensor] = field(default_factory=dict)  # the unfinished ones, if they can be saved
+    episodes: dict[str, Tensor] = field(default_factory=dict)  # unfinished ones, and environments' buffers
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
@@ -249,6 +263,7 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, 
             "policy_loss": policy_losses.mean(),
             "value_loss": value_losses.mean(),
             "entropy": entropies.mean(),
+            "std": policy.chunk(2, -1)[1].exp().mean(),
             "approx_kl": (ratio - 1 - log_ratio).mean(),  # k3 of Schulman 2020, "Approximating KL Divergence"
             "clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean(),
         }
@@ -271,6 +286,7 @@ class Rollout(NamedTuple):
     sums: Tensor  # [T, 3, N]: discounted return, return and length of the episode, up to and with this step
 
 
+@torch.no_grad()
 def act(agent: Agent, obs: Tensor) -> tuple[Tensor, Tensor]:
     """Actions [N, A] for observations [N, D], sampled from the policy, and their log π [N]."""
     policy = agent.policy(agent.normalize(obs))
@@ -280,19 +296,36 @@ def act(agent: Agent, obs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def collect_rollout(envs: Any, choose: Callable, obs: Tensor, sums: Tensor, args: Args) -> Rollout:
-    """The next T steps. Observations [N, D] and sums [3, N] become those after them."""
-    rows = []
+def collect_rollout(
+    envs: Any, choose: Callable, obs: Tensor, sums: Tensor, args: Args
+) -> tuple[Rollout, dict[str, Tensor]]:
+    """The next T steps, and means of what the environments log. Observations [N, D] and sums [3, N] become
+    those after the steps.
+    """
+    rows, logs = [], []
     for _ in range(args.num_steps):
         actions, log_probs = choose(obs)
-        following, rewards, terminated, truncated, last_obs = envs.step(actions)
+        following, rewards, terminated, truncated, last_obs = envs.step(actions.clone())  # theirs to change
+        rewards, diverged = without_diverged(rewards, terminated)
         sums[0] *= args.gamma
         sums += torch.stack([rewards, rewards, torch.ones_like(rewards)])
         row = obs, actions, log_probs, rewards, terminated, truncated, last_obs, sums
         rows.append([x.clone() for x in row])  # memory may be used again
+        logged = {"diverged": diverged} | getattr(envs, "log", {})
+        logs.append({name: x.clone() for name, x in logged.items()})
         sums.masked_fill_(terminated | truncated, 0)
         obs.copy_(following)
-    return Rollout(*(torch.stack(column) for column in zip(*rows, strict=True)))
+    means = {}
+    for name in {name: None for log in logs for name in log}:
+        values = [log[name].float().flatten() for log in logs if name in log]
+        means[name] = torch.cat(values).nanmean()
+    return Rollout(*(torch.stack(column) for column in zip(*rows, strict=True))), means
+
+
+def without_diverged(rewards: Tensor, terminated: Tensor) -> tuple[Tensor, Tensor]:
+    """Rewards [N], 0 where a simulation diverged, and where it did: it terminated, and gave no number."""
+    diverged = terminated & ~rewards.isfinite()
+    return rewards.masked_fill(diverged, 0), diverged
 
 
 @torch.no_grad()
@@ -317,27 +350,53 @@ def make_batch(
     values, next_values = agent.value(obs), agent.value(last_obs)
     ends = rollout.terminated, rollout.truncated
     advantages, returns = compute_gae(rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
-    columns = obs, rollout.actions, rollout.log_probs, advantages, returns
+    columns = obs, rollout.actions, rollout.log_probs, advantages, returns, rewards
     return Batch(*(column.flatten(0, 1) for column in columns))
 
 
-def update(agent: Agent, optimizer: Adam, batch: Batch, orders: Tensor, args: Args) -> dict[str, Tensor]:
-    """K epochs of gradient steps on minibatches, in these orders [K, B]. Returns mean metrics."""
+def compute_gradients(agent: Agent, minibatch: Batch, args: Args) -> dict[str, Tensor]:
+    """Compute the gradients of the loss, clipped to --max-grad-norm, in the agent. Returns metrics."""
+    loss, metrics = ppo_loss(agent, minibatch, args)
+    loss.backward()
+    if PROCESSES > 1:  # one message for all of them
+        gradients = [parameter.grad for parameter in agent.parameters()]
+        nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
+    metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    return metrics
+
+
+def update(
+    agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, orders: Tensor, args: Args
+) -> dict[str, Tensor]:
+    """K epochs of gradient steps on minibatches, each by `compute`, which is `compute_gradients`.
+
+    `orders` [K, B] are those of the epochs. Returns metrics: of the data, and means over the gradient steps.
+    """
     steps = []
     for order in orders:
         for rows in order.tensor_split(args.num_minibatches):
-            loss, metrics = ppo_loss(agent, Batch(*(column[rows] for column in batch)), args)
+            minibatch = Batch(*(column[rows] for column in batch))
             optimizer.zero_grad()
-            loss.backward()
-            for parameter in agent.parameters():
-                average(parameter.grad)
-            metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            metrics = compute(agent, minibatch, args)
+            if args.desired_kl is not None:
+                adapt_learning_rate(optimizer, average(metrics["approx_kl"].clone()), args.desired_kl)
             optimizer.step()
             steps.append(metrics)
     means = {name: torch.stack([each[name] for each in steps]).mean() for name in metrics}
+    means["std"] = steps[0]["std"]  # of the policy that acted
     means["first_approx_kl"] = steps[0]["approx_kl"]  # before the first step: 0, up to rounding
     means["explained_variance"] = 1 - batch.advantages.var() / batch.returns.var()
-    return {name: average(value) for name, value in means.items()}
+    means["reward_clipfrac"] = (batch.rewards.abs() >= 10).float().mean()
+    return dict(zip(means, average(torch.stack([*means.values()])), strict=True))
+
+
+def adapt_learning_rate(optimizer: Adam, kl: Tensor, desired_kl: float) -> None:
+    """Divide the learning rate by 1.5 if the KL divergence so far is twice the desired one, or multiply it if
+    half ([Walk]). The limits are those of RSL-RL. It is a tensor, so that a CUDA graph can change it.
+    """
+    learning_rate = optimizer.param_groups[0]["lr"]
+    factor = torch.where(kl > 2 * desired_kl, 1 / 1.5, torch.where(kl < desired_kl / 2, 1.5, 1.0))
+    learning_rate.mul_(factor).clamp_(1e-5, 1e-2)
 
 
 def recorded(function: Callable) -> Callable:
@@ -358,8 +417,12 @@ def recorded(function: Callable) -> Callable:
             return function(*values)
         if graph is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # simulators have threads
-                results = function(*inputs)
+            try:
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # simulators have threads
+                    results = function(*inputs)
+            except RuntimeError as error:
+                error.add_note("It cannot be recorded as a CUDA graph: see --no-cuda-graphs, and Pendulums.")
+                raise
         for x, value in zip(inputs, values, strict=True):
             x.copy_(value)
         graph.replay()
@@ -378,29 +441,31 @@ def train(args: Args, envs: Any = None) -> dict:
     args = replace(args, evaluate=None)  # a copy, in which NumPy's numbers are plain ones
     check(args)
     envs = make_envs(args) if envs is None else envs
+    check_envs(envs, args)
     torch.set_float32_matmul_precision("high")  # matrix products in TF32, on GPUs that have it
     torch.manual_seed(args.seed)  # all processes start with the same weights
     agent = Agent(args, envs.obs_size, envs.actor_obs_size, envs.action_size).to(args.device)
     optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
+    state = State()
     if PROCESSES > 1 and not dist.is_initialized():
         # After Adam, which imports what would keep the connection open at exit.
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    torch.manual_seed(args.seed + 1000 * RANK)
+    saved = restore(args.resume, agent, optimizer, state, envs) if args.resume else None
+    seed_everything(args.seed + state.global_step)
     obs = envs.reset().clone()
-    envs.steps.random_(envs.max_steps)  # spread the time limits of the environments (as Rudin et al. 2022)
+    envs.steps.random_(envs.max_steps)  # spread the time limits of the environments ([Walk])
     sums = torch.zeros(3, args.num_envs, device=args.device)
     sums[1] = math.nan  # the returns of these first, shortened episodes, which are not logged
-    state = State()
-    if isinstance(envs, nn.Module) and PROCESSES == 1:
-        state.episodes = {"obs": obs, "sums": sums, **envs.state_dict(prefix="envs.")}
-    if args.resume:
-        restore(args.resume, args, agent, optimizer, state)
+    recordable = getattr(envs, "recordable", False)
+    state.episodes = buffers_of(envs) | ({"obs": obs, "sums": sums} if recordable else {})
+    if saved and recordable:
+        continue_episodes(state, saved)
     learning_rate = torch.as_tensor(optimizer.param_groups[0]["lr"], device=args.device)
     # As CUDA graphs need them, whatever the checkpoint has: the learning rate changes, so it is a tensor.
     optimizer.param_groups[0].update(lr=learning_rate, capturable=args.device == "cuda")
     graph = recorded if args.cuda_graphs and args.device == "cuda" else lambda function: function
     choose = partial(act, agent)
-    if isinstance(envs, nn.Module):  # all T steps are one graph
+    if recordable:  # all T steps are one graph
         collect = graph(partial(collect_rollout, envs, choose, obs, sums, args))
     else:
         collect = partial(collect_rollout, envs, graph(choose), obs, sums, args)
@@ -410,17 +475,19 @@ def train(args: Args, envs: Any = None) -> dict:
         return make_batch(agent, rollout, *normalize_rollout(agent, rollout), args)
 
     prepare = graph(prepared)
-    learn = graph(lambda orders, *batch: update(agent, optimizer, Batch(*batch), orders, args))
+    compute = compiled(compute_gradients) if args.compile else compute_gradients
+    learn = graph(lambda orders, *batch: update(agent, optimizer, compute, Batch(*batch), orders, args))
     run = Run(args, agent, optimizer, state) if RANK == 0 else None
     while state.global_step < args.total_timesteps and not stopped(args):
-        learning_rate.fill_(args.learning_rate * (1 - state.global_step / args.total_timesteps))
-        rollout = collect()
+        if args.desired_kl is None:
+            learning_rate.fill_(args.learning_rate * (1 - state.global_step / args.total_timesteps))
+        rollout, logs = collect()
         batch = prepare(*rollout)
         orders = [torch.randperm(len(batch.obs), device=args.device) for _ in range(args.update_epochs)]
-        metrics = {name: x.item() for name, x in learn(torch.stack(orders), *batch).items()}
+        metrics = learn(torch.stack(orders), *batch)
         state.global_step += len(batch.obs) * PROCESSES
         if run:
-            run.log(metrics, rollout)
+            run.log(metrics, rollout, logs)
     if PROCESSES > 1:
         del prepare, learn  # NCCL waits for graphs that use it
         dist.destroy_process_group()
@@ -432,10 +499,23 @@ def train(args: Args, envs: Any = None) -> dict:
 
 def average(x: Tensor) -> Tensor:
     """The mean over all processes, in place."""
-    if dist.is_initialized():
+    if PROCESSES > 1:
         dist.all_reduce(x)
-        x /= dist.get_world_size()
+        x /= PROCESSES
     return x
+
+
+def seed_everything(seed: int) -> None:
+    """Seed all random generators of this process; those of the others get other seeds."""
+    for function in (random.seed, np.random.seed, torch.manual_seed):
+        function((seed + 1000 * RANK) % 2**32)
+
+
+def compiled(function: Callable) -> Callable:
+    """`compute_gradients`, compiled with the backward pass in it."""
+    torch._dynamo.reset()  # else the ninth run of a process would fail: what is compiled anew is counted
+    torch._dynamo.config.trace_autograd_ops = True  # lets `backward` be part of the graph
+    return torch.compile(function, fullgraph=True)  # what cannot be compiled is an error
 
 
 STOP = threading.Event()  # set by Ctrl-C and SIGTERM: training ends after the iteration
@@ -468,19 +548,42 @@ def check_bounds(args: Args) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be {limits}, not {value}")
 
 
-def check(args: Args) -> None:
-    """Raise `ValueError` for settings that cannot be right."""
-    if args.evaluate:
-        return
+def check_settings(args: Args) -> None:
+    """Raise `ValueError` for settings with which training cannot be right."""
     check_bounds(args)
     size = args.num_envs * args.num_steps
+    adapted = args.desired_kl is not None and not 1e-5 <= args.learning_rate <= 1e-2
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     for wrong, reason in [
         (4 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 4} for this rollout"),
+        (adapted, "--desired-kl adapts the learning rate from 1e-5 to 0.01: --learning-rate must be there"),
+        (args.compile and args.device != "cpu", "--compile is for --device cpu; GPUs have CUDA graphs"),
+        (args.compile and PROCESSES > 1, "--compile is for one process"),
+        (args.compile and torch.__version__ < "2.13", "--compile needs PyTorch 2.13"),
+        (args.compile and not shutil.which(compiler), f"--compile needs the C++ compiler {compiler}"),
         (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
         (Path("runs").is_file(), "runs is a file, where a folder of that name is needed"),
     ]:
         if wrong:
             raise ValueError(reason)
+
+
+def check(args: Args) -> None:
+    """Raise `ValueError` for what cannot be trained or evaluated, before anything is written."""
+    if not args.evaluate:
+        check_settings(args)
+    if args.num_envs < 1:
+        raise ValueError("--num-envs must be at least 1")
+    if args.capture_video and not find_spec("moviepy"):
+        raise ValueError("--capture-video needs: pip install moviepy")
+    if args.device not in ("cpu", "cuda", "mps"):
+        raise ValueError(f"--device must be cpu, cuda or mps, not {args.device}: see CUDA_VISIBLE_DEVICES")
+    try:
+        torch.empty(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {args.device} is not there; use cpu") from error
+    if args.device == "cuda" and torch.cuda.device_count() <= LOCAL_RANK:
+        raise ValueError(f"process {RANK} has no GPU: there are {torch.cuda.device_count()}")
 
 
 # ------------------------------------------------- Environments --------------------------------------------
@@ -490,13 +593,19 @@ class Pendulums(nn.Module):
     """N pendulums: Gymnasium's Pendulum-v1 in PyTorch, and an example of what environments must have.
 
     That is: the sizes, `max_steps` (the time limit), `steps` [N] of the current episodes (a tensor that can
-    be written to), `reset` and `step`. If they are a module whose buffers are all that `step` changes, each
-    in its place, then a CUDA graph records the steps, and a resumed run of one process continues the
-    episodes. --capture-video needs `snapshot` and `render`, as `Playground` has them.
+    be written to), `reset` and `step`. What is optional:
+
+    - `recordable`, if tensors of `state_dict` are all that `step` changes, each in its place: then a CUDA
+      graph records all steps, and a resumed run of one process continues the episodes.
+    - `state_dict`, as modules have it: its tensors are in the checkpoint, also for an evaluation. That keeps
+      the level of a curriculum, for example. `reset` starts episodes at the level that it finds.
+    - `log`, a dict of tensors, each of one number or [N], which are averaged over an iteration without NaN.
+    - `snapshot` and `render`, as `Playground` has them, for --capture-video.
     """
 
     obs_size = actor_obs_size = 3  # the actor sees the first numbers of an observation, the critic all
     action_size, max_steps = 1, 200
+    recordable = True
 
     def __init__(self, args: Args):
         super().__init__()
@@ -523,7 +632,8 @@ class Pendulums(nn.Module):
         Returns the observations [N, D] to act on next; rewards, terminated and truncated (by the time limit),
         each [N]; and the observations [N, D] that the actions led to, before new episodes started. If a
         simulator does not keep the latter, as Isaac Lab, return there the observations before the step: at a
-        time limit, their value stands in for that of the last state, as in RSL-RL.
+        time limit, their value stands in for that of the last state, as in RSL-RL. Where a simulation
+        diverged, terminate: a reward that is no number is 0 there.
         """
         torque = 2 * actions.squeeze(-1).clamp(-1, 1)  # N m
         error = torch.remainder(self.angle + math.pi, 2 * math.pi) - math.pi
@@ -567,7 +677,7 @@ class Playground:
             first, last = (start.data, start.obs), (after.data, after.obs)
             data, obs = jax.tree.map(lambda x, y: jax.numpy.where(over, x, y), first, last)
             results = self.merge(obs), after.reward, after.done > 0, cut, self.merge(after.obs)
-            return after.replace(data=data, obs=obs), results
+            return after.replace(data=data, obs=obs), results, after.metrics
 
         self.jit_reset, self.jit_step = jax.jit(jax.vmap(env.reset)), jax.jit(jax.vmap(step))
 
@@ -584,8 +694,9 @@ class Playground:
     def step(self, actions: Tensor) -> tuple[Tensor, ...]:
         self.steps += 1
         action, cut = map(self.jax.dlpack.from_dlpack, (actions.clamp(-1, 1), self.steps >= self.max_steps))
-        self.state, results = self.jit_step(self.state, self.start, action, cut)
+        self.state, results, metrics = self.jit_step(self.state, self.start, action, cut)
         obs, rewards, terminated, truncated, last_obs = map(torch.from_dlpack, results)
+        self.log = {name: torch.from_dlpack(x) for name, x in metrics.items()}  # terms of the reward
         self.steps *= ~(terminated | truncated)
         return obs, rewards, terminated, truncated, last_obs
 
@@ -600,26 +711,28 @@ class Playground:
 
 def make_envs(args: Args) -> Any:
     """N environments on the device. Put your own here, with what `Pendulums` has."""
-    if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    make: Any = Pendulums if args.env_id == "Pendulum" else Playground
-    envs = resolve_name(args.env_id)(args) if ":" in args.env_id else make(args)
-    if args.capture_video and not (find_spec("moviepy") and hasattr(envs, "render")):
-        raise ValueError("--capture-video needs environments with render, and pip install moviepy")
-    check_step(envs, args)
-    return envs
+    seed_everything(args.seed)  # for what they draw when they are made
+    if ":" in args.env_id:
+        return resolve_name(args.env_id)(args)
+    return Pendulums(args) if args.env_id == "Pendulum" else Playground(args)
 
 
-def check_step(envs: Any, args: Args) -> None:
-    """Raise `ValueError` if reset or step do not return what those of `Pendulums` do, or move buffers."""
+def check_envs(envs: Any, args: Args) -> None:
+    """Raise `ValueError` if environments are not as `Pendulums` says, or the checkpoint is not for them."""
 
     def kind(x: Any) -> str:
         return f"{x.dtype} {[*x.shape]} on {x.device.type}" if isinstance(x, Tensor) else type(x).__name__
 
+    for name in ("obs_size", "actor_obs_size", "action_size", "max_steps", "steps"):
+        if not hasattr(envs, name):
+            raise ValueError(f"{args.env_id} has no {name}: see Pendulums")
+    if args.capture_video and not hasattr(envs, "render"):
+        raise ValueError("--capture-video needs environments with render")
     rewards = torch.zeros(args.num_envs, device=args.device)
     obs, ends = rewards.new_zeros(args.num_envs, envs.obs_size), rewards.bool()
-    buffers = dict(envs.named_buffers()) if isinstance(envs, nn.Module) else {}
-    first, results = envs.reset(), envs.step(rewards.new_zeros(args.num_envs, envs.action_size))
+    first, before = envs.reset(), unseen_state(envs)
+    with torch.no_grad():
+        results = envs.step(rewards.new_zeros(args.num_envs, envs.action_size))
     if len(results) != 5:
         raise ValueError(f"{args.env_id}: step must return 5 tensors, not {len(results)}")
     names = "what reset returns", "observations", "rewards", "terminated", "truncated", "last_obs"
@@ -627,9 +740,73 @@ def check_step(envs: Any, args: Args) -> None:
     for name, value, result in zip(names, expected, (first, *results), strict=True):
         if kind(result) != kind(value):
             raise ValueError(f"{args.env_id}: {name} must be {kind(value)}, not {kind(result)}")
-    for name, buffer in buffers.items():
-        if buffer is not envs.get_buffer(name):
-            raise ValueError(f"{args.env_id}: step must change {name} in its place, as with add_ or copy_")
+    for name, x in getattr(envs, "log", {}).items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{args.env_id}: log[{name!r}] must be a tensor, not {kind(x)}")
+    after = unseen_state(envs)
+    for name, (state, _) in after.items():
+        if name not in before or state != before[name][0]:
+            reason = f"step changes {name}, which a CUDA graph would not see: change a buffer in its place"
+            raise ValueError(f"{args.env_id}: {reason}, or set recordable = False")
+    if path := args.resume or args.evaluate:
+        agent = Agent(args, envs.obs_size, envs.actor_obs_size, envs.action_size)
+        try:
+            agent.load_state_dict(load_checkpoint(path)[1]["agent"])
+        except (RuntimeError, KeyError) as error:
+            raise ValueError(f"{path} is of another script or size, or not for {args.env_id}") from error
+
+
+class Unseen(pickle.Pickler):
+    """Writes all of an object but the numbers in its tensors; for these, it writes which tensors they are."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.tensors: list[Tensor] = []  # kept, so that no other one gets the address of one of them
+
+    def persistent_id(self, x: Any) -> tuple[int, int] | None:
+        if not isinstance(x, Tensor):
+            return None
+        self.tensors.append(x)
+        return id(x), x.data_ptr()
+
+
+def unseen_state(envs: Any) -> dict[str, tuple]:
+    """What a CUDA graph of steps does not see change: Python's values, and which tensors there are, by name.
+
+    Empty if steps are not recorded. Each value is what can be compared, and what must be kept until then.
+    """
+    if not getattr(envs, "recordable", False):
+        return {}
+    generators: dict[str, Callable] = {"random": random.getstate, "np.random": np.random.get_state}
+    parts: dict[str, Any] = {name: function() for name, function in generators.items()}
+    for prefix, module in envs.named_modules() if isinstance(envs, nn.Module) else [("", envs)]:
+        tensors = getattr(module, "_buffers", {}) | getattr(module, "_parameters", {})
+        for name, value in (vars(module) | tensors).items():
+            if name not in ("log", *vars(nn.Module())):
+                parts[f"{prefix}.{name}".strip(".")] = value
+    found: dict[str, tuple] = {}
+    for name, part in parts.items():
+        pickler = Unseen(file := io.BytesIO())
+        try:
+            pickler.dump(part)
+        except Exception:  # what cannot be written is only compared as a whole
+            found[name] = id(part), part
+        else:
+            found[name] = file.getvalue(), pickler.tensors
+    return found
+
+
+def buffers_of(envs: Any) -> dict[str, Tensor]:
+    """The tensors of an environment's `state_dict`, if it has one, as names of a checkpoint."""
+    tensors = getattr(envs, "state_dict", dict)()
+    return {f"envs.{name}": x for name, x in tensors.items() if isinstance(x, Tensor)}
+
+
+def restore_buffers(envs: Any, saved: dict[str, Tensor]) -> None:
+    """Put the environments' tensors in a checkpoint back, where their sizes agree."""
+    for name, x in buffers_of(envs).items():
+        if name in saved and saved[name].shape == x.shape:
+            x.copy_(saved[name])
 
 
 # ------------------------------------------------- Logging and checkpoints ---------------------------------
@@ -670,18 +847,20 @@ class Run:
         self.path.with_suffix(".tmp").replace(self.path)
         self.last_save = time.monotonic()
 
-    def log(self, metrics: dict[str, float], rollout: Rollout) -> None:
+    def log(self, tensors: dict[str, Tensor], rollout: Rollout, logs: dict[str, Tensor]) -> None:
         """Log an iteration, print progress, and save after the first and then every minute.
 
         Adds the episodes to the state's returns. Raises `FloatingPointError` if the loss is not finite.
         """
+        metrics = {name: x.item() for name, x in tensors.items()}
         if not math.isfinite(metrics["approx_kl"] + metrics["grad_norm"]):
-            raise FloatingPointError("not finite: look for NaN in the environment, or lower --learning-rate")
+            raise FloatingPointError(f"NaN in the loss: {not_finite(rollout)}")
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
             print("acting and learning do not compute the same policy: is a mask, or dropout, in only one?")
             self.warned = True
         args, state, step, now = self.args, self.state, self.state.global_step, time.monotonic()
         scalars = {f"losses/{name}": value for name, value in metrics.items()}
+        scalars |= {f"env/{name}": x.item() for name, x in logs.items() if not x.isnan()}
         _, returns, lengths = rollout.sums.unbind(1)
         ended = (rollout.terminated | rollout.truncated) & ~returns.isnan()  # of whole episodes
         if ended.any():
@@ -697,8 +876,13 @@ class Run:
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
-        if now - self.last_save > 60:
+        keep = args.keep_every is not None and step % args.keep_every < rollout.rewards.numel() * PROCESSES
+        if keep or now - self.last_save > 60:
             self.save()
+        if keep:
+            kept = self.path.parent / f"at_{step}" / self.path.name  # resumed, it is a run in this folder
+            kept.parent.mkdir(exist_ok=True)
+            shutil.copy(self.path, kept)
         if step >= args.total_timesteps or now - self.last_print > 5:
             self.last_print = now
             average = f"return {np.mean(state.returns):.5g}" if state.returns else "no episode has ended yet"
@@ -713,10 +897,25 @@ class Run:
         average = float(np.mean(self.state.returns)) if self.state.returns else math.nan
         finished = self.state.global_step >= self.args.total_timesteps
         returns = evaluate(self.path, self.args, envs) if finished else np.zeros(0)
-        if finished:
+        if len(returns):
             self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
         self.writer.close()
         return {"checkpoint": str(self.path), "training_return": average, "greedy_returns": returns}
+
+
+def not_finite(rollout: Rollout) -> str:
+    """Where the first number of a rollout is that is not finite, or beyond 1e18, whose square may not be."""
+    last_obs = rollout.last_obs.masked_fill(rollout.terminated.unsqueeze(-1), 0)
+    columns = {"observation": rollout.obs, "action": rollout.actions, "reward": rollout.rewards}
+    found = []
+    for name, column in (columns | {"last_obs": last_obs}).items():
+        for step, env, *number in (~(column.abs() <= 1e18)).nonzero()[:1].tolist():
+            value = column[step, env, *number].item()
+            place = f"number {number[0]} of the {name}" if number else f"the {name}"
+            found.append((step, f"{place} of environment {env} is {value:g} in step {step} of the rollout"))
+    if not found:
+        return "the environment's numbers are finite: lower --learning-rate"
+    return min(found, key=lambda pair: pair[0])[1]
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
@@ -733,45 +932,71 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
         raise ValueError(f"{path} is not a checkpoint of this script") from error
 
 
-def restore(path: str, args: Args, agent: Agent, optimizer: Adam, state: State) -> None:
-    """Continue the training in which this checkpoint was saved, and its episodes if they were saved, too."""
+def restore(path: str, agent: Agent, optimizer: Adam, state: State, envs: Any) -> dict:
+    """Put back what a checkpoint has, but for its episodes. Returns its content."""
     _, content = load_checkpoint(path)
     agent.load_state_dict(content["agent"])
     optimizer.load_state_dict(content["optimizer"])
-    episodes = content["state"].pop("episodes")
+    restore_buffers(envs, content["state"]["episodes"])
     vars(state).update(content["state"])
-    torch.manual_seed(args.seed + 1000 * RANK + state.global_step)
-    if episodes and [x.shape for x in episodes.values()] == [x.shape for x in state.episodes.values()]:
-        torch.set_rng_state(content["random"])
+    return content
+
+
+def continue_episodes(state: State, saved: dict) -> None:
+    """Go on with the unfinished episodes of a checkpoint, if the environments are as many as they were."""
+    episodes = saved["state"]["episodes"]
+    same = episodes.keys() == state.episodes.keys()
+    if same and PROCESSES == 1 and all(episodes[name].shape == x.shape for name, x in state.episodes.items()):
+        torch.set_rng_state(saved["random"])
         for name, x in state.episodes.items():
             x.copy_(episodes[name])
 
 
-def load_policy(path: str | Path, device: str = "cpu") -> Callable:
-    """A trained policy, as a function from observations [..., D] to the most likely actions [..., A]."""
+class Policy(nn.Module):
+    """A trained policy: from what the actor sees, raw [..., D], to the most likely actions [..., A].
+
+    The normalisation is part of it; it can be exported. Actions are in units of their bounds, which the
+    environment clips.
+    """
+
+    def __init__(self, agent: Agent):
+        super().__init__()
+        self.agent, size = agent, agent.actor_obs_size
+        agent.critic = None
+        agent.obs_moments.mean, agent.obs_moments.var = (
+            x[:size].clone() for x in (agent.obs_moments.mean, agent.obs_moments.var)
+        )
+
+    def forward(self, obs: Tensor) -> Tensor:
+        means, _ = self.agent.policy(self.agent.normalize(obs)).chunk(2, -1)
+        return means
+
+
+def load_policy(path: str | Path, device: str = "cpu") -> Policy:
+    """The policy of a checkpoint, as a module."""
     args, content = load_checkpoint(path, device)
     agent = Agent(args, *content["agent"]["sizes"].tolist()).to(device)
     agent.load_state_dict(content["agent"])
-
-    @torch.inference_mode()
-    def policy(obs: Tensor) -> Tensor:
-        means, _ = agent.policy(agent.normalize(obs)).chunk(2, -1)
-        return means.contiguous()  # JAX takes no views
-
-    return policy
+    return Policy(agent).eval().requires_grad_(False)
 
 
+@torch.no_grad()
 def evaluate(path: str | Path, args: Args, envs: Any) -> np.ndarray:
     """Play an episode in each environment with the most likely actions; print and return their returns."""
-    policy = load_policy(path, args.device)
-    torch.manual_seed(args.seed + 2**30)  # episodes that training has not seen
+    policy, state = load_policy(path, args.device), load_checkpoint(path)[1]["state"]
+    restore_buffers(envs, state["episodes"])
+    seed_everything(args.seed + 2**30)  # episodes that training has not seen
     obs = envs.reset()
     returns = torch.zeros(args.num_envs, device=args.device)
     running, snapshots = torch.ones_like(returns, dtype=torch.bool), []
     for _ in range(envs.max_steps):
+        if STOP.is_set():
+            return np.zeros(0)
         if args.capture_video and running[0]:
             snapshots.append(envs.snapshot())
-        obs, rewards, terminated, truncated, _ = envs.step(policy(obs))
+        actions = policy(obs[:, : envs.actor_obs_size])
+        obs, rewards, terminated, truncated, _ = envs.step(actions.clone())  # JAX takes no views
+        rewards, _ = without_diverged(rewards, terminated)
         returns += torch.where(running, rewards, 0)
         running &= ~(terminated | truncated)
     if args.capture_video:
@@ -780,9 +1005,8 @@ def evaluate(path: str | Path, args: Args, envs: Any) -> np.ndarray:
         video = str(Path(path).with_name("video.mp4"))
         ImageSequenceClip(envs.render(snapshots), fps=30).write_videofile(video, logger=None)
         print(f"video: {video}")
-    steps = load_checkpoint(path)[1]["state"]["global_step"]
-    shown = f"{returns.mean():.5g} ± {returns.std():.3g} with the most likely actions"
-    print(f"evaluation return {shown}, after {steps:,} steps")
+    shown = f"{returns.mean():.5g} ± {returns.std(correction=0):.3g} with the most likely actions"
+    print(f"evaluation return {shown}, after {state['global_step']:,} steps")
     return returns.cpu().numpy()
 
 
@@ -837,6 +1061,7 @@ def main() -> None:
     try:
         args = parse_args()
         envs = make_envs(args)
+        check_envs(envs, args)
     except (ValueError, OSError, ImportError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)

@@ -62,11 +62,12 @@ class Target(nn.Module):
     """The reward is high where the action is the cue, which is new in each step; a second number is noise."""
 
     obs_size, actor_obs_size, action_size, max_steps = 2, 1, 1, 5
+    recordable = True
 
     def __init__(self, args):
         super().__init__()
-        self.steps = nn.Buffer(torch.zeros(args.num_envs))
-        self.obs = nn.Buffer(torch.zeros(args.num_envs, 2))
+        self.steps = nn.Buffer(torch.zeros(args.num_envs, device=args.device))
+        self.obs = nn.Buffer(torch.zeros(args.num_envs, 2, device=args.device))
 
     def reset(self):
         self.steps.zero_()
@@ -130,3 +131,199 @@ def reset_with_info(args):
 
 def nan_rewards(args):
     return Wrong(args, 1, lambda x: torch.where(torch.rand_like(x) < 0.02, torch.nan, x))
+
+
+class Curriculum(Target):
+    """The better the policy, the harder the task: a level that all environments share moves the cues away."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.level = nn.Buffer(torch.zeros((), device=args.device))
+
+    def step(self, actions):
+        obs, rewards, terminated, truncated, last_obs = super().step(actions)
+        self.level.add_(0.01).clamp_(max=1)
+        return obs, rewards - self.level, terminated, truncated, last_obs
+
+
+class Privileged(Target):
+    """The second number of an observation is only the critic's, and is part of the reward."""
+
+    def step(self, actions):
+        noise = self.obs[:, 1].clone()
+        obs, rewards, *ends, last_obs = super().step(actions)
+        return obs, rewards + noise, *ends, last_obs
+
+
+class Logs(Target):
+    """It logs a term of the reward, a number that is the same for all, and success, known at ends only."""
+
+    def step(self, actions):
+        effort = actions[:, 0].square()
+        results = super().step(actions)
+        success = torch.where(results[3], (results[1] > -0.5).float(), torch.nan)
+        self.log = {"reward/effort": effort, "half": torch.full_like(effort[0], 0.5), "success": success}
+        return results
+
+
+class ClampsInPlace(Target):
+    """It writes into its actions."""
+
+    recordable = False
+
+    def step(self, actions):
+        return super().step(actions.clamp_(-0.1, 0.1))
+
+
+class ClampsACopy(Target):
+    """What `ClampsInPlace` means."""
+
+    recordable = False
+
+    def step(self, actions):
+        return super().step(actions.clamp(-0.1, 0.1))
+
+
+class Smooth(Target):
+    """Changes of actions cost: it keeps the last ones."""
+
+    recordable = False
+
+    def __init__(self, args, copies=False):
+        super().__init__(args)
+        self.copies, self.previous = copies, torch.zeros(args.num_envs, 1, device=args.device)
+
+    def step(self, actions):
+        obs, rewards, *others = super().step(actions)
+        rewards = rewards - (actions - self.previous).square().squeeze(-1)
+        self.previous = actions.clone() if self.copies else actions
+        return obs, rewards, *others
+
+
+class CountsInPython(Target):
+    """Each step costs more: a number of Python's."""
+
+    count = 0
+
+    def step(self, actions):
+        self.count += 1
+        obs, rewards, *others = super().step(actions)
+        return obs, rewards - 0.001 * self.count, *others
+
+
+class CountsInAList(CountsInPython):
+    def __init__(self, args):
+        super().__init__(args)
+        self.counts = [0]
+
+    def step(self, actions):
+        self.counts[0] += 1
+        obs, rewards, *others = Target.step(self, actions)
+        return obs, rewards - 0.001 * self.counts[0], *others
+
+
+class CountsInAPart(Target):
+    """The number is an attribute of an object that it has."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        self._part = Part()
+
+    def step(self, actions):
+        self._part.count += 1
+        obs, rewards, *others = super().step(actions)
+        return obs, rewards - 0.001 * self._part.count, *others
+
+
+class Part:
+    count = 0
+
+
+class ReplacesABuffer(Target):
+    """In each step, or from a step on that it knows by a number of Python's."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.drift, self.count = nn.Buffer(torch.zeros(args.num_envs)), 0
+
+    def step(self, actions):
+        self.count += 1
+        if self.count > 40:
+            self.drift = self.drift + 0.01
+        obs, rewards, *others = super().step(actions)
+        return obs, rewards - self.drift, *others
+
+
+class DrawsFromNumpy(Target):
+    def step(self, actions):
+        obs, rewards, *others = super().step(actions)
+        return obs, rewards + float(np.random.random()), *others  # noqa: NPY002
+
+
+class DrawsFromItsOwn(Target):
+    """From a generator that belongs to it."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.generator = np.random.default_rng(args.seed)
+
+    def step(self, actions):
+        obs, rewards, *others = super().step(actions)
+        return obs, rewards + float(self.generator.random()), *others
+
+
+class RandomMasses(Target):
+    """What it draws when it is made: a robot of its own."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.masses = torch.rand(args.num_envs), torch.from_numpy(np.random.random(args.num_envs))  # noqa: NPY002
+
+
+class Diverges:
+    """In steps of a period, environment 1 gives no number, terminates, and starts anew."""
+
+    obs_size = actor_obs_size = 2
+    action_size, max_steps = 1, 1000
+
+    def __init__(self, args, period=7, says_so=True):
+        self.steps = torch.zeros(args.num_envs)
+        self.period, self.says_so, self.count = period, says_so, 0
+
+    def reset(self):
+        return torch.zeros(len(self.steps), 2)
+
+    def step(self, actions):
+        self.count += 1
+        obs, rewards = torch.rand(len(self.steps), 2), torch.ones(len(self.steps))
+        last_obs, terminated = obs.clone(), torch.zeros(len(obs), dtype=torch.bool)
+        if self.count % self.period == 0:
+            rewards[1] = last_obs[1, 1] = torch.nan
+            terminated[1] = self.says_so
+        self.steps.add_(1)
+        truncated = self.steps >= self.max_steps
+        self.steps.mul_(~(terminated | truncated))
+        return obs, rewards, terminated, truncated, last_obs
+
+
+class NeedsGradients(Target):
+    """Its reward's slope: a simulator that is differentiated inside."""
+
+    recordable = False
+
+    def step(self, actions):
+        with torch.enable_grad():
+            x = actions.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(x.square().sum(), x)
+        obs, rewards, *others = super().step(actions)
+        return obs, rewards - slope.squeeze(-1).abs(), *others
+
+
+class NoLimit(Target):
+    max_steps = property()
+
+
+def text_in_log(args):
+    envs = Target(args)
+    envs.log = {"speed": 1.0}
+    return envs

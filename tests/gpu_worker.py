@@ -46,8 +46,12 @@ rollout = ppo.Rollout(*share(rollout[:-1], 1), *sums)
 batch = ppo.make_batch(agent, rollout, *ppo.normalize_rollout(agent, rollout), args)
 optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
 orders = torch.arange(len(batch.obs)).expand(args.update_epochs, -1)
-kept["metrics"] = {name: x.item() for name, x in ppo.update(agent, optimizer, batch, orders, args).items()}
-kept["weights"] = weights(agent)
+messages, all_reduce = [], dist.all_reduce
+dist.all_reduce = lambda x: messages.append(x.numel()) or all_reduce(x)
+metrics = ppo.update(agent, optimizer, ppo.compute_gradients, batch, orders, args)
+dist.all_reduce = all_reduce
+kept["metrics"] = {name: x.item() for name, x in metrics.items()}
+kept["weights"], kept["messages"] = weights(agent), messages
 
 if ppo.PROCESSES > 1:
     make_batch = ppo.make_batch
