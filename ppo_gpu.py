@@ -485,7 +485,7 @@ def train(args: Args, envs: Any = None) -> dict:
         batch = prepare(*rollout)
         orders = [torch.randperm(len(batch.obs), device=args.device) for _ in range(args.update_epochs)]
         metrics = learn(torch.stack(orders), *batch)
-        state.global_step += len(batch.obs) * PROCESSES
+        state.global_step += rollout.rewards.numel() * PROCESSES
         if run:
             run.log(metrics, rollout, logs)
     if PROCESSES > 1:
@@ -679,6 +679,7 @@ class Playground:
             results = self.merge(obs), after.reward, after.done > 0, cut, self.merge(after.obs)
             return after.replace(data=data, obs=obs), results, after.metrics
 
+        self.reset_one, self.step_one = env.reset, step  # of one environment
         self.jit_reset, self.jit_step = jax.jit(jax.vmap(env.reset)), jax.jit(jax.vmap(step))
 
     def merge(self, obs: Any) -> Any:

@@ -276,7 +276,17 @@ ATARI = [
 
 # Thousands of environments
 PENDULUMS = ("Pendulum", 1_000_000)
-GPU = [Experiment("gpu", "the defaults", "ppo_gpu.py", each([PENDULUMS], 5), "--device cpu")]
+BALANCE = ("CartpoleBalance", 300_000)
+ON_CPU = "--device cpu"
+SMALLER = f"{ON_CPU} --num-envs 256 --num-steps 32 --num-minibatches 16 --update-epochs 8 --gamma 0.995"
+GPU = []
+for name, label, task, flags in (
+    ("gpu", "the defaults", PENDULUMS, ON_CPU),
+    ("gpu-kl", "`--desired-kl 0.01`", PENDULUMS, f"{ON_CPU} --desired-kl 0.01"),
+    ("gpu-balance", "the defaults, 256 environments", BALANCE, f"{SMALLER} --hidden-size 256"),
+    ("gpu-balance-kl", "`--desired-kl 0.01`", BALANCE, f"{SMALLER} --hidden-size 256 --desired-kl 0.01"),
+):
+    GPU.append(Experiment(name, label, "ppo_gpu.py", each([task], 5), flags))
 
 # Tasks that need a memory: steps, and the return that counts as solved
 MEMORY_TASKS = {

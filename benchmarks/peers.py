@@ -1,8 +1,8 @@
 """PPO of other libraries, with the settings of our scripts, for `run.py` and `speed.py`.
 
-`sb3`, `sbx`, `cleanrl`, `purejaxrl`, `rsl_rl` and `sb3_tensors` train with the settings of one of our
-scripts. They return rows of steps, mean return of the last 100 training episodes, and time, at the end of
-each rollout.
+`sb3`, `sbx`, `cleanrl`, `purejaxrl`, `purejaxrl_pendulum`, `rsl_rl` and `sb3_tensors` train with the settings
+of one of our scripts. They return rows of steps, mean return of the last 100 training episodes, and time, at
+the end of each rollout.
 """
 
 from __future__ import annotations
@@ -171,7 +171,17 @@ def purejaxrl(args: Any) -> Rows:
     Training is one call, which is compiled before it is measured. So there are rows of its begin and its end.
     """
     folder = Path(os.environ["PUREJAXRL"])
-    settings = {
+    settings = purejaxrl_settings(args)
+    command = [str(folder / ".venv/bin/python"), "-c", PUREJAXRL, json.dumps(settings), str(args.seed)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder / "purejaxrl")
+    begin, end = map(float, done.stdout.splitlines()[-1].split())
+    size = args.num_envs * args.num_steps
+    return [(0, np.nan, begin)] * 3 + [(args.total_timesteps // size * size, np.nan, end)]
+
+
+def purejaxrl_settings(args: Any) -> dict[str, Any]:
+    """Those of our script, as PureJaxRL calls them."""
+    return {
         "ENV_NAME": args.env_id,
         "NUM_ENVS": args.num_envs,
         "NUM_STEPS": args.num_steps,
@@ -188,11 +198,49 @@ def purejaxrl(args: Any) -> Rows:
         "MAX_GRAD_NORM": args.max_grad_norm,
         "ACTIVATION": "tanh",
     }
-    command = [str(folder / ".venv/bin/python"), "-c", PUREJAXRL, json.dumps(settings), str(args.seed)]
+
+
+# Its `ppo_continuous_action.py` with the widths and the first deviation of our script, on gymnax's pendulums,
+# whose actions of -1 to 1 become the torque of ours, for that program clips actions so.
+PUREJAXRL_PENDULUM = """
+import json, pathlib, sys, time
+import gymnax, jax, numpy as np
+config, key, log_std = json.loads(sys.argv[1]), jax.random.PRNGKey(int(sys.argv[2])), sys.argv[3]
+class Pendulums(type(gymnax.make("Pendulum-v1")[0])):
+    def step_env(self, key, state, action, params):
+        return super().step_env(key, state, 2 * action, params)
+    def observation_space(self, params):
+        return super().observation_space(self.default_params)
+program = pathlib.Path("ppo_continuous_action.py").read_text()
+changes = {"256": str(config["HIDDEN"]), "nn.initializers.zeros": f"constant({log_std})"}
+changes["BraxGymnaxWrapper(config["] = "(lambda _: Pendulums())(config["
+for old, new in changes.items():
+    assert old in program
+    program = program.replace(old, new)
+__name__ = "program"  # not "__main__", which would run its own training
+exec(program)
+train = jax.jit(make_train(config)).lower(key).compile()
+begin = time.process_time()
+info = jax.block_until_ready(train(key))["metrics"]
+end, rows, returns = time.process_time(), [], []
+updates = len(info["returned_episode"])
+for i in range(updates):
+    ended = np.asarray(info["returned_episode"][i])
+    returns += np.asarray(info["returned_episode_returns"][i])[ended].tolist()
+    mean = float(np.mean(returns[-100:])) if returns else float("nan")
+    rows.append(((i + 1) * ended.size, mean, begin + (end - begin) * (i + 1) / updates))
+print(json.dumps(rows))
+"""
+
+
+def purejaxrl_pendulum(args: Any) -> Rows:
+    """PureJaxRL on gymnax's pendulums. Its iterations take equal times, so these are divided evenly."""
+    folder = Path(os.environ["PUREJAXRL"])
+    settings = purejaxrl_settings(args) | {"NORMALIZE_ENV": True, "HIDDEN": args.hidden_size}
+    words = json.dumps(settings), str(args.seed), str(args.init_log_std)
+    command = [str(folder / ".venv/bin/python"), "-c", PUREJAXRL_PENDULUM, *words]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder / "purejaxrl")
-    begin, end = map(float, done.stdout.splitlines()[-1].split())
-    size = args.num_envs * args.num_steps
-    return [(0, np.nan, begin)] * 3 + [(args.total_timesteps // size * size, np.nan, end)]
+    return [tuple(row) for row in json.loads(done.stdout.splitlines()[-1])]
 
 
 # For the environments of ppo_gpu.py

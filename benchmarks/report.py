@@ -149,7 +149,7 @@ def study_table(results: pd.DataFrame, study: Study) -> Iterator[Row]:
 
 VARIANTS = {"eager": "ours", "--compile": "ours, `--compile`", "--bfloat16": "ours, `--bfloat16`"}
 VARIANTS |= {"cleanrl": "CleanRL", "sbx": "SBX", "rsl_rl": "RSL-RL"}
-VARIANTS |= {"purejaxrl": "PureJaxRL (environment in JAX)"}
+VARIANTS |= dict.fromkeys(("purejaxrl", "purejaxrl_pendulum"), "PureJaxRL (environment in JAX)")
 VARIANTS |= {"sb3": "Stable-Baselines3", "sb3_tensors": "Stable-Baselines3"}
 
 

@@ -65,11 +65,12 @@ class Case:
 
 
 COMMON = "sbx", "cleanrl", "sb3"
+TENSORS = "purejaxrl_pendulum", "rsl_rl", "sb3_tensors"
 CASES = {
     "CartPole-v1": Case("ppo", 4, 50_000, CARTPOLE, ("", "--compile"), ("purejaxrl", *COMMON)),
     "HalfCheetah-v5": Case("ppo_continuous", 8, 50_000, CHEETAH, ("", "--compile"), COMMON),
     "BreakoutNoFrameskip-v4": Case("ppo_atari", 8, 6_000, ATARI, ("", "--bfloat16"), COMMON),
-    "Pendulum": Case("ppo_gpu", 1024, 1_000_000, "--device cpu", ("",), ("rsl_rl", "sb3_tensors"), goal=-200),
+    "Pendulum": Case("ppo_gpu", 1024, 1_000_000, "--device cpu", ("", "--compile"), TENSORS, goal=-200),
 }
 
 
@@ -134,7 +135,7 @@ def compare(env_id: str, args: Args) -> list[dict[str, Any]]:
 
     case = CASES[env_id]
     chosen = {"sbx": args.peers, "rsl_rl": args.peers}
-    chosen |= {"cleanrl": args.cleanrl, "purejaxrl": args.purejaxrl}
+    chosen |= {"cleanrl": args.cleanrl, "purejaxrl": args.purejaxrl, "purejaxrl_pendulum": args.purejaxrl}
     steps, others = args.timesteps or case.steps, [name for name in case.others if chosen.get(name, True)]
     runs: dict[str, list[dict[str, float]]] = {variant: [] for variant in (*case.variants, *others)}
     for seed in range(1, args.rounds + 1):
@@ -151,7 +152,7 @@ def compare(env_id: str, args: Args) -> list[dict[str, Any]]:
         if variant == "cleanrl":
             packages = "torch", "gymnasium", "numpy", "mujoco", "ale-py"
             row["versions"] = peers.versions_in(args.cleanrl, *packages)
-        elif variant == "purejaxrl":
+        elif variant.startswith("purejaxrl"):
             row["versions"] = peers.versions_in(args.purejaxrl, "jax", "gymnax", "flax", "optax", "distrax")
         elif variant in PACKAGES:
             row["versions"] += f" {PACKAGES[variant]}={version(PACKAGES[variant])}"
