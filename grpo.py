@@ -134,8 +134,8 @@ BOUNDS = {
 
 # The defaults with --model
 PRETRAINED = Args(max_response_length=512, eval_temperature=0.0, learning_rate=1e-6, micro_batch_size=4)
-RANK = int(os.environ.get("RANK", 0))  # of this process, and the number of all, as torchrun sets them
-PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
+PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # how many there are, and the number of this one (torchrun)
+RANK = int(os.environ.get("RANK", 0)) if PROCESSES > 1 else 0
 # Metrics to print, besides evaluations
 SHOWN = "reward", "objective/kl", "policy/approxkl_avg", "completions/clipped_ratio", "frac_reward_zero_std"
 

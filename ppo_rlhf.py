@@ -131,8 +131,8 @@ PRETRAINED = Args(
     max_response_length=512, missing_eos_penalty=0.0, eval_temperature=0.0, learning_rate=1e-6,
     critic_learning_rate=1e-5, micro_batch_size=4,
 )  # fmt: skip
-RANK = int(os.environ.get("RANK", 0))  # of this process, and the number of all, as torchrun sets them
-PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
+PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # how many there are, and the number of this one (torchrun)
+RANK = int(os.environ.get("RANK", 0)) if PROCESSES > 1 else 0
 # Metrics to print, besides evaluations
 SHOWN = "reward", "objective/kl", "policy/approxkl_avg", "completions/clipped_ratio", "val/explained_variance"
 

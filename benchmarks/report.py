@@ -202,15 +202,20 @@ def ratios_table(speeds: pd.DataFrame) -> Iterator[Row]:
 
 
 def device_table() -> Iterator[Row]:
-    """Single runs on a GPU."""
+    """Single runs on a GPU, as gpu.py makes them."""
     speeds = pd.read_csv(SPEEDS)
+    speeds = speeds.reindex(columns=[*speeds, *{"goal", "seconds", "memory"} - {*speeds}])
     for run in speeds[speeds.machine.str.startswith("NVIDIA")].itertuples():
+        seconds, goal, peak = (pd.to_numeric(x) for x in (run.seconds, run.goal, run.memory))
         yield {
             "`python ...`": f"`{run.variant}`",
             "transitions": f"{run.timesteps:,}",
             "transitions per second": f"{float(run.speed):,.0f}",
             "last 100 training episodes": "" if np.isnan(run.training) else f"{run.training:.1f}",
             "greedy": "" if np.isnan(run.greedy) else f"{run.greedy:.1f}",
+            "seconds": "" if np.isnan(seconds) else f"{seconds:,.1f}",
+            "seconds to −200": "" if np.isnan(goal) else f"{goal:,.1f}",
+            "GiB": "" if np.isnan(peak) else f"{peak:.1f}",
         }
 
 

@@ -1,8 +1,11 @@
 """What is ppo_atari.py's own: DeepMind's protocol, the convolutional network, recorded steps."""
 
+import contextlib
+import inspect
 from dataclasses import replace
 from pathlib import Path
 
+import graph_emulator
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -276,32 +279,19 @@ def learn(agent, rollout, args, recorded=ppo.recorded):
     return ppo.update(agent, optimizer, compute, batch, args, ATARI.make_state(args))
 
 
-class Recording:
-    """In the place of `recorded`: behaves on the CPU as a CUDA graph does.
-
-    Inputs and results lie in the same memory in each call, and what Python did when it was recorded, such as
-    giving parameters new gradients, is not done again.
-    """
-
-    def __init__(self, function, *examples):
-        self.function, self.inputs = function, [example.clone() for example in examples]
-        cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-        agents = [x for x in cells if isinstance(x, torch.nn.Module)]
-        self.parameters = [parameter for agent in agents for parameter in agent.parameters()]
-        self.outputs = function(*self.inputs)
-        self.gradients = [parameter.grad for parameter in self.parameters]
-
-    def __call__(self, *values):
-        for x, value in zip(self.inputs, values, strict=True):
-            x.copy_(value)
-        before = [parameter.grad for parameter in self.parameters]
-        outputs = self.function(*self.inputs)
-        for parameter, gradient, held in zip(self.parameters, self.gradients, before, strict=True):
-            gradient.copy_(parameter.grad)
-            parameter.grad = held
-        for name in self.outputs if isinstance(self.outputs, dict) else range(len(self.outputs)):
-            self.outputs[name].copy_(outputs[name])
-        return self.outputs
+@pytest.fixture
+def emulated(monkeypatch):
+    """`recorded` as on a GPU, with an emulator of CUDA graphs."""
+    text, without_cuda = inspect.getsource(ppo.recorded), "if not examples[0].is_cuda:"
+    assert text.count(without_cuda) == 1
+    exec(text.replace(without_cuda, "if False:"), vars(ppo), namespace := {})
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph_emulator.CUDAGraph)
+    monkeypatch.setattr(torch.cuda, "graph", graph_emulator.graph)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    return namespace["recorded"]
 
 
 def test_a_batch():
@@ -353,10 +343,10 @@ def test_minibatches():
         assert torch.equal(epoch.sort()[0], rows.sort()[0])
 
 
-def test_recorded_steps_learn_the_same():
+def test_recorded_steps_learn_the_same(emulated):
     """As CUDA graphs would be used: the same weights and metrics, bit for bit, and the same rollout."""
     results = []
-    for recorded in (ppo.recorded, Recording):
+    for recorded in (ppo.recorded, emulated):
         args = make_args(update_epochs=2)
         agent = make_agent(args)
         metrics = learn(agent, make_rollout(args, agent), args, recorded)

@@ -14,6 +14,7 @@ from pathlib import Path
 import ale_py
 import experiments
 import figures
+import gpu
 import gymnasium as gym
 import language
 import language_report
@@ -27,6 +28,22 @@ from rliable.metrics import probability_of_improvement
 
 gym.register_envs(ale_py)
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("only", ["pendulum", "breakout", "language"])
+def test_what_is_measured_on_a_gpu(only, monkeypatch, capsys):
+    """The small version runs, and each measurement has its numbers. (Playground's take long to compile.)"""
+    pytest.importorskip("datasets")
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--only", only, "--small"])
+    with pytest.raises(SystemExit) as end:
+        gpu.main()
+    shown = capsys.readouterr().out
+    assert end.value.code == 0, shown
+    lines = re.findall(rf"^{only}.*", shown, re.MULTILINE)
+    assert len(lines) == {"pendulum": 2, "breakout": 1, "language": 2}[only]
+    for line in lines:
+        assert re.search(r"seconds [\d.e-]+  .*speed [\d,.]+  .*memory [\d.]+", line)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What is ppo_gpu.py's own: rollouts, environments, CUDA graphs, several processes, its command line."""
 
 import copy
+import importlib.util
 import inspect
 import itertools
 import os
@@ -614,6 +615,7 @@ def test_a_policy_acts_as_in_training(trained):
     """`load_policy` gives the means for raw observations; an evaluation has one episode per environment."""
     act, content = ppo.load_policy(trained.path), load(trained.path)
     obs = torch.randn(5, 3)
+    assert not act(obs).requires_grad
     agent = ppo.Agent(ppo.Args(**content["args"]), 3, 3, 1)
     agent.load_state_dict(content["agent"])
     assert torch.equal(act(obs), agent.policy(agent.normalize(obs))[:, :1])
@@ -626,6 +628,67 @@ def test_a_policy_acts_as_in_training(trained):
         obs, rewards, *_ = envs.step(act(obs))
         totals += rewards
     np.testing.assert_allclose(returns, totals, rtol=1e-5)
+
+
+@pytest.mark.parametrize("env_id", ["gpu_envs:Privileged", SCRIPTED])
+def test_an_exported_policy(env_id, tmp_path):
+    """It takes what the actor sees; as ONNX, as a program, and traced, it acts as `load_policy`.
+
+    So does the agent, for all that the critic sees, in batches of other sizes.
+    """
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    _, path = run(tmp_path, env_id=env_id)
+    args, content = ppo.load_checkpoint(path)
+    agent = ppo.Agent(args, *(sizes := content["agent"]["sizes"].tolist()))
+    agent.load_state_dict(content["agent"])
+    policy = ppo.load_policy(path)
+    full = 20 * torch.randn(256, sizes[0])  # some are clipped
+    seen = full[:, : sizes[1]]
+    assert sizes[1] < sizes[0]
+    assert (agent.normalize(full)[:, : sizes[1]].abs() == 10).any()
+    expected = agent.policy(agent.normalize(full)).chunk(2, -1)[0].detach()
+    torch.testing.assert_close(policy(seen), expected)
+    assert not any(name.startswith("agent.critic") for name in policy.state_dict())
+    program = torch.export.export(policy, (seen[:2],), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    torch.onnx.export(program, f=str(tmp_path / "policy.onnx"), external_data=False)
+    session = onnxruntime.InferenceSession(tmp_path / "policy.onnx")
+    (actions,) = session.run(None, {session.get_inputs()[0].name: seen.numpy()})
+    for exported in (actions, program.module()(seen), torch.jit.trace(policy, seen[:2])(seen)):
+        np.testing.assert_allclose(exported, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_checkpoints_that_are_kept(tmp_path):
+    """With --keep-every, beside the last one; resumed, each goes on in a folder of its own."""
+    _, path = run(tmp_path, keep_every=300, total_timesteps=8 * 128)
+    folders = sorted(path.parent.glob("at_*"), key=lambda folder: int(folder.name[3:]))
+    assert [folder.name for folder in folders] == ["at_384", "at_640", "at_1024"]
+    for folder in folders:
+        assert load(folder / path.name)["state"]["global_step"] == int(folder.name[3:])
+    assert same(load(folders[-1] / path.name), load(path))
+    before = path.read_bytes()
+    done = call(tmp_path, "--resume", folders[0], device="cpu", env_id="gpu_envs:Target")
+    assert (done.status, done.err) == (0, "")
+    for name in ("agent", "optimizer", "random"):
+        assert same(load(folders[0] / path.name)[name], load(path)[name]), name
+    assert path.read_bytes() == before
+
+
+def test_other_sizes_than_the_checkpoints(trained, tmp_path):
+    """One sentence, whether it is to be resumed or evaluated."""
+    for words in ("--hidden-size 32", "--env-id gpu_envs:Target"):
+        for what in ("--resume", "--evaluate"):
+            done = call(tmp_path, what, trained.path, *words.split(), total_timesteps=1e5, device="cpu")
+            assert done.status == 2
+            assert "is of another script or size, or not for" in done.err
+            assert done.err.count("\n") == 1
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_an_evaluation_of_one_environment(trained, tmp_path):
+    """Its spread is 0, not nan."""
+    done = call(tmp_path, "--evaluate", trained.path, num_envs=1, device="cpu")
+    assert "± 0 with" in done.out
 
 
 def test_evaluation_ends_with_each_episode(tmp_path):
@@ -732,6 +795,18 @@ def test_help_and_defaults(tmp_path):
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 WORKER = Path(__file__).with_name("gpu_worker.py")
+
+
+@pytest.mark.parametrize("name", ["ppo_gpu", "grpo"])
+def test_a_rank_alone_is_no_torchrun(name, monkeypatch):
+    """Some clusters set RANK for a program that is the only one: it logs and saves all the same."""
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    spec = importlib.util.spec_from_file_location(f"{name}_again", helpers.ROOT / f"{name}.py")
+    monkeypatch.setitem(sys.modules, spec.name, script := importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(script)
+    assert (script.RANK, script.PROCESSES) == (0, 1)
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "compute_gradients update "
     "adjust_coefficients train compiled check_settings check make_env DropInfo DropInfo.reset "
     "DropInfo.step to_float make_envs load_policy evaluate parse_args main",
-    "ppo_gpu.py": "BOUNDS mlp RunningMoments.update Agent.__init__ "
+    "ppo_gpu.py": "--desired_kl BOUNDS mlp RunningMoments.update Agent.__init__ "
     "Agent.normalizer Agent.normalize Agent.policy kl_divergence compute_gae Batch State ppo_loss Rollout "
     "Rollout.__init__ act collect_rollout finished_episodes normalize_rollout make_batch "
     "compute_gradients mean_kl update "
