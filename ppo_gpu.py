@@ -299,8 +299,9 @@ def act(agent: Agent, obs: Tensor) -> tuple[Tensor, Tensor]:
 def collect_rollout(
     envs: Any, choose: Callable, obs: Tensor, sums: Tensor, args: Args
 ) -> tuple[Rollout, dict[str, Tensor]]:
-    """The next T steps, and means of what the environments log. Observations [N, D] and sums [3, N] become
-    those after the steps.
+    """The next T steps, and by name the means of what the environments log.
+
+    Observations [N, D] and sums [3, N] become those after the steps.
     """
     rows, logs = [], []
     for _ in range(args.num_steps):
@@ -391,8 +392,10 @@ def update(
 
 
 def adapt_learning_rate(optimizer: Adam, kl: Tensor, desired_kl: float) -> None:
-    """Divide the learning rate by 1.5 if the KL divergence so far is twice the desired one, or multiply it if
-    half ([Walk]). The limits are those of RSL-RL. It is a tensor, so that a CUDA graph can change it.
+    """Divide the learning rate by 1.5 if the KL divergence is more than twice the desired one ([Walk]).
+
+    Multiply it by 1.5 if the divergence is less than half. The limits are those of RSL-RL. The learning rate
+    is a tensor, so that a CUDA graph can change it.
     """
     learning_rate = optimizer.param_groups[0]["lr"]
     factor = torch.where(kl > 2 * desired_kl, 1 / 1.5, torch.where(kl < desired_kl / 2, 1.5, 1.0))
@@ -742,8 +745,8 @@ def check_envs(envs: Any, args: Args) -> None:
         if kind(result) != kind(value):
             raise ValueError(f"{args.env_id}: {name} must be {kind(value)}, not {kind(result)}")
     for name, x in getattr(envs, "log", {}).items():
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{args.env_id}: log[{name!r}] must be a tensor, not {kind(x)}")
+        if not isinstance(x, Tensor) or x.device.type != args.device:
+            raise ValueError(f"{args.env_id}: log[{name!r}] must be a tensor on {args.device}, not {kind(x)}")
     after = unseen_state(envs)
     for name, (state, _) in after.items():
         if name not in before or state != before[name][0]:
