@@ -150,7 +150,7 @@ class RunningMoments(nn.Module):
         self.count = nn.Buffer(torch.zeros(()))
 
     def update(self, x: Tensor) -> None:
-        """Include x [B, D] of all processes."""
+        """Include x [B, D], and that of all other processes."""
         mean = average(x.mean(0))
         var = average((x - mean).square().mean(0))
         new = len(x) * PROCESSES
@@ -167,7 +167,7 @@ class Agent(nn.Module):
     def __init__(self, args: Args, obs_size: int, actor_obs_size: int, action_size: int):
         super().__init__()
         self.sizes = nn.Buffer(torch.tensor([obs_size, actor_obs_size, action_size]))  # for load_policy
-        self.actor_obs_size = actor_obs_size  # the critic sees more (Pinto et al. 2017, arXiv:1710.06542)
+        self.actor_obs_size = actor_obs_size  # the critic may see more (Pinto et al. 2017, arXiv:1710.06542)
         self.actor = mlp(actor_obs_size, args.hidden_size, action_size, last_gain=0.01)  # near 0 at first
         self.log_std = nn.Parameter(args.init_log_std * torch.ones(action_size))  # the same in all states
         self.critic = mlp(obs_size, args.hidden_size, 1, last_gain=1.0)
@@ -324,7 +324,10 @@ def collect_rollout(
 
 
 def without_diverged(rewards: Tensor, terminated: Tensor) -> tuple[Tensor, Tensor]:
-    """Rewards [N], 0 where a simulation diverged, and where it did: it terminated, and gave no number."""
+    """Rewards [N], with 0 where a simulation diverged: it terminated, and its reward is NaN or infinite.
+
+    And where that is [N].
+    """
     diverged = terminated & ~rewards.isfinite()
     return rewards.masked_fill(diverged, 0), diverged
 
@@ -371,7 +374,8 @@ def update(
 ) -> dict[str, Tensor]:
     """K epochs of gradient steps on minibatches, each by `compute`, which is `compute_gradients`.
 
-    `orders` [K, B] are those of the epochs. Returns metrics: of the data, and means over the gradient steps.
+    `orders` [K, B] are those of the epochs; they are drawn outside, as a CUDA graph wants them. Returns
+    metrics: of the data, and means over the gradient steps.
     """
     steps = []
     for order in orders:
@@ -379,11 +383,11 @@ def update(
             minibatch = Batch(*(column[rows] for column in batch))
             optimizer.zero_grad()
             metrics = compute(agent, minibatch, args)
-            if args.desired_kl is not None:
+            if args.desired_kl is not None and steps:  # before the first step, the policy is the old one
                 adapt_learning_rate(optimizer, average(metrics["approx_kl"].clone()), args.desired_kl)
             optimizer.step()
             steps.append(metrics)
-    means = {name: torch.stack([each[name] for each in steps]).mean() for name in metrics}
+    means = {name: torch.stack([each[name] for each in steps]).mean() for name in steps[0]}
     means["std"] = steps[0]["std"]  # of the policy that acted
     means["first_approx_kl"] = steps[0]["approx_kl"]  # before the first step: 0, up to rounding
     means["explained_variance"] = 1 - batch.advantages.var() / batch.returns.var()
@@ -394,8 +398,8 @@ def update(
 def adapt_learning_rate(optimizer: Adam, kl: Tensor, desired_kl: float) -> None:
     """Divide the learning rate by 1.5 if the KL divergence is more than twice the desired one ([Walk]).
 
-    Multiply it by 1.5 if the divergence is less than half. The limits are those of RSL-RL. The learning rate
-    is a tensor, so that a CUDA graph can change it.
+    Multiply it by 1.5 if the divergence is less than half. The limits are those of RSL-RL, whose divergence
+    is exact; here it is estimated on the minibatch. The rate is a tensor, which a CUDA graph can change.
     """
     learning_rate = optimizer.param_groups[0]["lr"]
     factor = torch.where(kl > 2 * desired_kl, 1 / 1.5, torch.where(kl < desired_kl / 2, 1.5, 1.0))
@@ -408,7 +412,8 @@ def recorded(function: Callable) -> Callable:
     A graph repeats the same kernels on the same memory: inputs keep their shapes, each call overwrites the
     results of the one before, and Python code does not run again. All else that the function reads or
     changes, such as weights, must stay in its place, and numbers that change must be tensors. The first call
-    is an ordinary one, in which libraries choose their kernels and Adam makes its state. The second records.
+    is an ordinary one, in which libraries choose their kernels and Adam makes its state. The second records,
+    which computes nothing, and then replays, as all later ones do.
     See "CUDA Graphs" in PyTorch's notes on CUDA semantics.
     """
     graph, inputs, results = None, None, None
@@ -435,7 +440,7 @@ def recorded(function: Callable) -> Callable:
 
 
 def train(args: Args, envs: Any = None) -> dict:
-    """PPO ([PPO], Algorithm 1), then a greedy evaluation, in environments of `make_envs` or in these.
+    """PPO ([PPO], Algorithm 1), then a greedy evaluation, in `envs`, or in those of `make_envs`.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
     `ValueError` for invalid settings. With `resume`, the settings are those of `args`, too. Under
@@ -456,7 +461,7 @@ def train(args: Args, envs: Any = None) -> dict:
     saved = restore(args.resume, agent, optimizer, state, envs) if args.resume else None
     seed_everything(args.seed + state.global_step)
     obs = envs.reset().clone()
-    envs.steps.random_(envs.max_steps)  # spread the time limits of the environments ([Walk])
+    envs.steps.random_(envs.max_steps)  # spread the time limits of the environments, as RSL-RL
     sums = torch.zeros(3, args.num_envs, device=args.device)
     sums[1] = math.nan  # the returns of these first, shortened episodes, which are not logged
     recordable = getattr(envs, "recordable", False)
@@ -466,20 +471,29 @@ def train(args: Args, envs: Any = None) -> dict:
     learning_rate = torch.as_tensor(optimizer.param_groups[0]["lr"], device=args.device)
     # As CUDA graphs need them, whatever the checkpoint has: the learning rate changes, so it is a tensor.
     optimizer.param_groups[0].update(lr=learning_rate, capturable=args.device == "cuda")
-    graph = recorded if args.cuda_graphs and args.device == "cuda" else lambda function: function
-    choose = partial(act, agent)
-    if recordable:  # all T steps are one graph
-        collect = graph(partial(collect_rollout, envs, choose, obs, sums, args))
-    else:
-        collect = partial(collect_rollout, envs, graph(choose), obs, sums, args)
-
-    def prepared(*columns: Tensor) -> Batch:
-        rollout = Rollout(*columns)
-        return make_batch(agent, rollout, *normalize_rollout(agent, rollout), args)
-
-    prepare = graph(prepared)
     compute = compiled(compute_gradients) if args.compile else compute_gradients
-    learn = graph(lambda orders, *batch: update(agent, optimizer, compute, Batch(*batch), orders, args))
+
+    # The parts of an iteration, as functions of tensors alone.
+    def choose(obs: Tensor) -> tuple[Tensor, Tensor]:
+        return act(agent, obs)
+
+    def collect() -> tuple[Rollout, dict[str, Tensor]]:
+        return collect_rollout(envs, choose, obs, sums, args)
+
+    def prepare(*columns: Tensor) -> Batch:
+        rollout = Rollout(*columns)
+        normalised = normalize_rollout(agent, rollout)
+        return make_batch(agent, rollout, *normalised, args)
+
+    def learn(orders: Tensor, *columns: Tensor) -> dict[str, Tensor]:
+        return update(agent, optimizer, compute, Batch(*columns), orders, args)
+
+    if args.cuda_graphs and args.device == "cuda":
+        if recordable:
+            collect = recorded(collect)  # all T steps are one graph
+        else:
+            choose = recorded(choose)
+        prepare, learn = recorded(prepare), recorded(learn)
     run = Run(args, agent, optimizer, state) if RANK == 0 else None
     while state.global_step < args.total_timesteps and not stopped(args):
         if args.desired_kl is None:
@@ -593,16 +607,20 @@ def check(args: Args) -> None:
 
 
 class Pendulums(nn.Module):
-    """N pendulums: Gymnasium's Pendulum-v1 in PyTorch, and an example of what environments must have.
+    """N pendulums: Gymnasium's Pendulum-v1 in PyTorch, and an example of environments. They must have:
 
-    That is: the sizes, `max_steps` (the time limit), `steps` [N] of the current episodes (a tensor that can
-    be written to), `reset` and `step`. What is optional:
+    - `obs_size`, `actor_obs_size` and `action_size`, and `max_steps`, the time limit
+    - `steps` [N] of the current episodes, a tensor that can be written to
+    - `reset` and `step`, as below
 
-    - `recordable`, if tensors of `state_dict` are all that `step` changes, each in its place: then a CUDA
+    They may have:
+
+    - `recordable`, if tensors of `state_dict` are all that `step` changes, each in its place. Then a CUDA
       graph records all steps, and a resumed run of one process continues the episodes.
-    - `state_dict`, as modules have it: its tensors are in the checkpoint, also for an evaluation. That keeps
-      the level of a curriculum, for example. `reset` starts episodes at the level that it finds.
-    - `log`, a dict of tensors, each of one number or [N], which are averaged over an iteration without NaN.
+    - `state_dict`, as modules have it. Its tensors are in the checkpoint, also for an evaluation: the level
+      of a curriculum, for example, which `reset` must then leave as it is.
+    - `log`, a dict of tensors, each of one number or [N]. The iteration's mean, without NaN, is logged as
+      `env/...`.
     - `snapshot` and `render`, as `Playground` has them, for --capture-video.
     """
 
@@ -633,10 +651,11 @@ class Pendulums(nn.Module):
         """Apply actions [N, A], in units of their bounds, and start a new episode wherever one has ended.
 
         Returns the observations [N, D] to act on next; rewards, terminated and truncated (by the time limit),
-        each [N]; and the observations [N, D] that the actions led to, before new episodes started. If a
-        simulator does not keep the latter, as Isaac Lab, return there the observations before the step: at a
-        time limit, their value stands in for that of the last state, as in RSL-RL. Where a simulation
-        diverged, terminate: a reward that is no number is 0 there.
+        each [N]; and the observations [N, D] that the actions led to, before new episodes started.
+
+        If a simulator does not keep the latter, as Isaac Lab, return there the observations before the step:
+        at a time limit, their value stands in for that of the last state, as in RSL-RL. Where a simulation
+        diverged, terminate: a reward that is NaN or infinite counts as 0 there.
         """
         torque = 2 * actions.squeeze(-1).clamp(-1, 1)  # N m
         error = torch.remainder(self.angle + math.pi, 2 * math.pi) - math.pi
@@ -734,6 +753,7 @@ def check_envs(envs: Any, args: Args) -> None:
         raise ValueError("--capture-video needs environments with render")
     rewards = torch.zeros(args.num_envs, device=args.device)
     obs, ends = rewards.new_zeros(args.num_envs, envs.obs_size), rewards.bool()
+    buffers = {name: x.clone() for name, x in buffers_of(envs).items()}  # to be put back
     first, before = envs.reset(), unseen_state(envs)
     with torch.no_grad():
         results = envs.step(rewards.new_zeros(args.num_envs, envs.action_size))
@@ -752,6 +772,7 @@ def check_envs(envs: Any, args: Args) -> None:
         if name not in before or state != before[name][0]:
             reason = f"step changes {name}, which a CUDA graph would not see: change a buffer in its place"
             raise ValueError(f"{args.env_id}: {reason}, or set recordable = False")
+    restore_buffers(envs, buffers)
     if path := args.resume or args.evaluate:
         agent = Agent(args, envs.obs_size, envs.actor_obs_size, envs.action_size)
         try:
@@ -856,7 +877,7 @@ class Run:
 
         Adds the episodes to the state's returns. Raises `FloatingPointError` if the loss is not finite.
         """
-        metrics = {name: x.item() for name, x in tensors.items()}
+        metrics = dict(zip(tensors, torch.stack([*tensors.values()]).tolist(), strict=True))
         if not math.isfinite(metrics["approx_kl"] + metrics["grad_norm"]):
             raise FloatingPointError(f"NaN in the loss: {not_finite(rollout)}")
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
@@ -937,7 +958,7 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
 
 
 def restore(path: str, agent: Agent, optimizer: Adam, state: State, envs: Any) -> dict:
-    """Put back what a checkpoint has, but for its episodes. Returns its content."""
+    """Restore all that a checkpoint has but its unfinished episodes. Returns its content."""
     _, content = load_checkpoint(path)
     agent.load_state_dict(content["agent"])
     optimizer.load_state_dict(content["optimizer"])
@@ -957,10 +978,10 @@ def continue_episodes(state: State, saved: dict) -> None:
 
 
 class Policy(nn.Module):
-    """A trained policy: from what the actor sees, raw [..., D], to the most likely actions [..., A].
+    """A trained policy, which can be exported: from raw observations [..., D] to actions [..., A].
 
-    The normalisation is part of it; it can be exported. Actions are in units of their bounds, which the
-    environment clips.
+    Observations are what the actor sees, the first D numbers of those of the environments; normalising them
+    is part of the policy. Actions are the most likely ones, in units of their bounds, and not clipped.
     """
 
     def __init__(self, agent: Agent):

@@ -134,7 +134,7 @@ def nan_rewards(args):
 
 
 class Curriculum(Target):
-    """The better the policy, the harder the task: a level that all environments share moves the cues away."""
+    """With each step, the task becomes harder: by a level that all environments share."""
 
     def __init__(self, args):
         super().__init__(args)
@@ -142,7 +142,7 @@ class Curriculum(Target):
 
     def step(self, actions):
         obs, rewards, terminated, truncated, last_obs = super().step(actions)
-        self.level.add_(0.01).clamp_(max=1)
+        self.level.add_(0.01)
         return obs, rewards - self.level, terminated, truncated, last_obs
 
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
+import gpu_envs  # noqa: E402
 from helpers import weights  # noqa: E402
 from test_gpu import make_agent, make_args, random_rollout  # noqa: E402
 
@@ -62,5 +64,11 @@ if ppo.PROCESSES > 1:
         return make_batch(agent, rollout, *given)
 
     ppo.make_batch = watched
-    ppo.train(make_args(total_timesteps=2048))
+# One process trains to 1,024 steps, at the end of a curriculum; two go on from there.
+args = make_args(total_timesteps=1024 * ppo.PROCESSES**2, env_id="gpu_envs:Curriculum")
+if ppo.PROCESSES > 1:
+    args.resume = next(Path("runs").iterdir())
+envs = gpu_envs.Curriculum(args)
+ppo.train(replace(args), envs)
+kept["level"] = envs.level
 torch.save(kept, f"{ppo.PROCESSES}-{ppo.RANK}.pt")

@@ -1,13 +1,14 @@
-"""CUDA graphs on a CPU, stricter than a list of calls, in the place of torch.cuda's `CUDAGraph` and `graph`.
+"""CUDA graphs on a CPU, in the place of torch.cuda's `CUDAGraph` and `graph`. It checks memory addresses.
 
 Capture: Python runs once, without an effect. Each operation is kept with the memory that it reads and writes
-(storage, offset, shape and strides), not with tensors. Memory that was there before is held by weak
-references, as a GPU holds an address. Memory made meanwhile is the graph's own, and is garbage until the
-first replay.
+(storage, offset, shape and strides), not with tensors. Memory that was allocated before is held by weak
+references, as a GPU holds an address. Memory allocated during capture is the graph's own, and is garbage
+until the first replay.
 
 Replay: the same operations on the same memory; Python does not run. `FreedError` is raised where a replay
 would touch memory that has been freed since, and `CaptureError` where a real capture would fail: at
-operations that wait for the device, whose result's shape depends on data, or that copy from the CPU.
+operations that wait for the device, whose result's shape depends on data, or that make a tensor of Python's
+numbers. It cannot see a copy between devices: here there is one.
 """
 
 import torch
@@ -15,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-WAIT = {
+FORBIDDEN = {
     "_local_scalar_dense", "_pin_memory", "_unique2", "allclose", "argwhere", "bincount", "equal",
     "is_nonzero", "lift_fresh", "masked_select", "nonzero", "nonzero_numpy", "repeat_interleave",
     "unique_consecutive", "unique_dim",
@@ -78,16 +79,17 @@ class CUDAGraph(TorchDispatchMode):
         return results
 
     def refuse(self, function, args, kwargs):
+        """Raise `CaptureError` for what no graph can have."""
         name = function._schema.name.split("::")[1]
         by_mask = name.lstrip("_").startswith("index") and any(
             x.dtype is torch.bool for x in tensors_in(args[1:2])
         )
-        other_device = name == "_to_copy" and kwargs.get("device", args[0].device) != args[0].device
         generator = any(isinstance(x, torch.Generator) for x in tree_flatten((args, kwargs))[0])
-        if name in WAIT or by_mask or other_device or generator:
+        if name in FORBIDDEN or by_mask or generator:
             raise CaptureError(f"{function} cannot be part of a CUDA graph")
 
     def keep_what_is_overwritten(self, function, args, kwargs):
+        """Keep the content of memory from before the capture that this operation writes to."""
         for i, argument in enumerate(function._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for x in tensors_in(args[i] if i < len(args) else kwargs.get(argument.name)):
@@ -105,6 +107,7 @@ class CUDAGraph(TorchDispatchMode):
 
     @torch.no_grad()
     def replay(self):
+        """The same operations on the same memory."""
         for function, addresses, made in self.calls:
             args, kwargs = tree_map(lambda x: x.tensor() if isinstance(x, Address) else x, addresses)
             results = tree_flatten(function(*args, **kwargs))[0]

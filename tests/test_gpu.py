@@ -119,7 +119,7 @@ WRONG = {
     "DrawsFromNumpy": "step changes np.random",
     "DrawsFromItsOwn": "step changes generator",
     "NoLimit": "has no max_steps",
-    "text_in_log": r"log\['speed'\] must be a tensor, not float",
+    "text_in_log": r"log\['speed'\] must be a tensor on cpu, not float",
     "reset_with_info": "reset returns must be .* not tuple",
 }
 
@@ -172,7 +172,7 @@ def test_a_curriculum_is_the_checkpoints(tmp_path, monkeypatch):
     results = ppo.train(args)
     path = results["checkpoint"]
     level = load(path)["state"]["episodes"]["envs.level"].item()
-    assert level == pytest.approx(6 * 8 * 0.01 + 0.01)  # and one of the check
+    assert level == pytest.approx(6 * 8 * 0.01)  # and none of the check
     assert ppo.evaluate(path, args, ppo.make_envs(args)) == pytest.approx(results["greedy_returns"])
     more = replace(args, resume=path, num_envs=32, total_timesteps=args.total_timesteps + 1)
     ppo.train(more)
@@ -430,7 +430,7 @@ def test_every_row_is_learnt_from(tmp_path, monkeypatch):
 
 
 def test_the_learning_rate_follows_the_kl(tmp_path, monkeypatch):
-    """With --desired-kl: before each gradient step, by the KL divergence so far, within RSL-RL's limits."""
+    """With --desired-kl: before each gradient step but the first, by the KL so far, in RSL-RL's limits."""
     compute, found = ppo.compute_gradients, []
 
     def watched(agent, *given):
@@ -442,7 +442,8 @@ def test_the_learning_rate_follows_the_kl(tmp_path, monkeypatch):
     settings = {"update_epochs": 10, "total_timesteps": 20 * 128, "learning_rate": 3e-3, "ent_coef": 0.3}
     _, path = run(tmp_path / "a", desired_kl=0.02, **settings)
     rate, rates = 3e-3, []
-    for kl in found:
+    for i, kl in enumerate(found):
+        kl = 0.02 if i % 40 == 0 else kl
         rate = rate / 1.5 if kl > 0.04 else rate * 1.5 if kl < 0.01 else rate
         rate = min(max(rate, 1e-5), 1e-2)
         rates.append(rate)
@@ -813,7 +814,8 @@ def test_a_rank_alone_is_no_torchrun(name, monkeypatch):
 def test_two_processes_are_one_with_twice_the_environments(tmp_path):
     """Moments against NumPy; weights and metrics of an update, on halves of a rollout and on all of it.
 
-    In `train`, environments and actions differ, weights and statistics do not, and one process can resume.
+    In `train`, environments and actions differ, weights and statistics do not, and one process can resume
+    what two have trained, and the reverse; a curriculum goes on in both.
     """
     for launcher in ([sys.executable], TORCHRUN):
         subprocess.run([*launcher, str(WORKER), str(tmp_path)], check=True, timeout=200)
@@ -833,10 +835,12 @@ def test_two_processes_are_one_with_twice_the_environments(tmp_path):
     assert same(*(other["trained"] for other in others))
     assert not torch.equal(others[0]["obs"], others[1]["obs"])
     path = checkpoint_in(tmp_path)
-    assert load(path)["state"]["global_step"] == load(path)["agent"]["obs_moments.count"].item() == 2048
-    done = call(tmp_path, "--resume", path, total_timesteps=3000, env_id="gpu_envs:Target")
+    assert load(path)["state"]["global_step"] == load(path)["agent"]["obs_moments.count"].item() == 4096
+    for each in (one, *others):  # 8 iterations of 8 steps, then 12 more; checks and evaluations have a few
+        assert each["level"].item() == pytest.approx(0.67 if each is one else 1.63, abs=0.08)
+    done = call(tmp_path, "--resume", path, total_timesteps=5000, env_id="gpu_envs:Curriculum")
     assert (done.status, done.err) == (0, "")
-    assert load(path)["state"]["global_step"] >= 3000
+    assert load(path)["state"]["global_step"] >= 5000
 
 
 # Learning
