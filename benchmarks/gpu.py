@@ -13,7 +13,7 @@ Each measurement is a process of its own, and its time is that of a clock. "spee
 iteration: start, compiling and recording do not count. "seconds" are from the start of the process to the end
 of training, or of an iteration of GRPO, whose parts are "collect" ("generate" is most of it) and "update";
 "goal" those until the mean return of 100 training episodes was -200 (pendulums). "memory" is the
-peak in GiB: what PyTorch allocated on the GPU, or the process on a CPU.
+peak in GiB: what PyTorch allocated on the GPU (JAX's is not in it), or the process on a CPU.
 """
 
 from __future__ import annotations
@@ -100,17 +100,15 @@ def memory() -> float:
     return int(kib) / 2**20
 
 
-def summary(rows: peers.Rows, start: float) -> Result:
-    """Rows of steps, return and time at the end of each iteration, as a result."""
-    (first, _, begin), (last, value, end) = rows[2 if len(rows) > 3 else 0], rows[-1]
-    result = {"steps": last, "seconds": end - start, "training": value}
-    result["speed"] = (last - first) / (end - begin) if last > first else np.nan
-    return result | {"memory": memory()}
+def summary(rows: peers.Rows, start: float, skipped: int) -> Result:
+    """Rows of steps, return and time, as a result. The speed is that after the skipped ones."""
+    (first, _, begin), (last, _, end) = rows[min(skipped, len(rows) - 1)], rows[-1]
+    speed = (last - first) / (end - begin) if last > first else np.nan
+    return {"steps": last, "seconds": end - start, "speed": speed}
 
 
-def ours(words: list[str]) -> Result:
+def ours(words: list[str], start: float) -> Result:
     """Train with one of our scripts, by its command."""
-    start = time.time()
     script: Any = importlib.import_module(words[0].removesuffix(".py"))
     chosen = tyro.cli(script.Args, args=words[1:])
     if getattr(chosen, "env_id", "Pendulum") not in ("Pendulum", script.Args.env_id):
@@ -122,16 +120,16 @@ def ours(words: list[str]) -> Result:
         returns = {event.step: event.value for event in peers.events(folder, "charts/episodic_return_100")}
     times = peers.events(folder, "charts/SPS")  # one in each iteration
     rows = [(event.step, returns.get(event.step, np.nan), event.wall_time) for event in times]
-    result = summary(rows, start) | {"greedy": float(np.mean(results["greedy_returns"]))}
+    result = summary(rows, start, skipped=2) | {"training": rows[-1][1], "memory": memory()}
+    result["greedy"] = float(np.mean(results["greedy_returns"]))
     if chosen.env_id == "Pendulum":
         reached = [now - start for _, value, now in rows if value >= GOAL]
         result["goal"] = min(reached, default=np.inf)
     return result
 
 
-def brax(env_id: str, steps: str) -> Result:
+def brax(env_id: str, steps: str, start: float) -> Result:
     """Brax's PPO with Playground's settings for this environment, but for the number of steps."""
-    start = time.time()
     import jax
     from brax.training.agents.ppo import networks
     from brax.training.agents.ppo import train as ppo
@@ -156,8 +154,8 @@ def brax(env_id: str, steps: str) -> Result:
     env = registry.load(env_id, config_overrides=impl)
     wrap = wrapper.wrap_for_brax_training
     ppo.train(env, progress_fn=progress, wrap_env_fn=wrap, network_factory=network, seed=1, **settings)
-    # Evaluations, one of them before training; those of the first part of training include compiling.
-    return summary([rows[0], *rows], start) | {"greedy": rows[-1][1]}
+    # Of evaluations: the first is before training, and compiling is between it and the second.
+    return summary(rows, start, skipped=1) | {"greedy": rows[-1][1]}
 
 
 def write_model(small: bool) -> None:
@@ -199,18 +197,18 @@ def length_reward(rows: list[dict], responses: list[str]) -> list[float]:
     return [float(len(response) % 7) for response in responses]
 
 
-def iterations(times: list[float], batch: int, start: float) -> Result:
+def iterations(times: list[float], batch: int) -> Result:
     """The seconds of an iteration, of which the first is left out, and responses per second."""
     between = statistics.median(np.diff(times))
     return {"steps": batch, "seconds": between, "speed": batch / between, "memory": memory()}
 
 
-def grpo(batch: str, length: str, micro: str) -> Result:
+def grpo(batch: str, length: str, micro: str, start: float) -> Result:
     """Iterations of grpo.py: a batch of responses of a length, which are learnt from `micro` at a time."""
     script: Any = importlib.import_module("grpo")
     write_model(int(length) < 256)
     use_its_tokenizer()
-    start, ends, parts = time.time(), [], {"generate": [], "collect": [], "update": []}
+    ends, parts = [], {"generate": [], "collect": [], "update": []}
 
     def timed(name: str) -> Any:
         function = getattr(script, name)
@@ -238,11 +236,12 @@ def grpo(batch: str, length: str, micro: str) -> Result:
             total_episodes=4 * int(batch), eval_every=1000,
         )
     )  # fmt: skip
-    result = iterations(ends, int(batch), start)
-    return result | {name: statistics.median(times[1:]) for name, times in parts.items()}
+    return iterations(ends, int(batch)) | {
+        name: statistics.median(times[1:]) for name, times in parts.items()
+    }
 
 
-def trl(batch: str, length: str, micro: str) -> Result:
+def trl(batch: str, length: str, micro: str, start: float) -> Result:
     """Iterations of TRL's GRPOTrainer."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -251,7 +250,7 @@ def trl(batch: str, length: str, micro: str) -> Result:
     small = int(length) < 256
     write_model(small)
     use_its_tokenizer()
-    start, ends = time.time(), []
+    ends = []
 
     class Clock(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -271,24 +270,24 @@ def trl(batch: str, length: str, micro: str) -> Result:
         callbacks=[Clock()],
     )  # fmt: skip
     trainer.train()
-    return iterations(ends, int(batch), start)
+    return iterations(ends, int(batch))
 
 
-def measure(command: str) -> Result:
-    """Do one measurement, in this process and a folder of its own."""
+def measure(command: str, start: float) -> Result:
+    """Do one measurement, in this process, which was started then, and a folder of its own."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
     name, *words = command.split()
     peer = {"brax": brax, "grpo": grpo, "trl": trl}.get(name)
     output = contextlib.redirect_stdout(io.StringIO())
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), output:
-        return peer(*words) if peer else ours([name, *words])
+        return peer(*words, start) if peer else ours([name, *words], start)
 
 
 def in_a_process(command: str) -> Result:
     """`measure`, in a process of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(measure, command).result()
+        return process.submit(measure, command, time.time()).result()
 
 
 def versions() -> str:
@@ -335,7 +334,10 @@ def main() -> None:
         shown = "  ".join(f"{name} {value:,.4g}" for name, value in result.items() if not np.isnan(value))
         print(f"{case.name}: {shown}    ({command})", flush=True)
         if args.store:
-            row = {"env_id": case.name.split("-")[0], "num_envs": 0, "variant": command, "rounds": 1}
+            task, _, number = case.name.partition("-")
+            number = number.partition("-")[0]
+            row = {"env_id": task, "num_envs": int(number) if number.isdigit() else 0, "variant": command}
+            row["rounds"] = 1
             row |= {"timesteps": int(result.pop("steps"))} | result | about
             store(SPEEDS, [row], ["env_id", "num_envs", "variant", "machine"])
     sys.exit(bool(failed))
