@@ -783,6 +783,8 @@ class Run:
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
     """The settings and the whole content of a checkpoint. Raises `ValueError` for any other file."""
+    if Path(path).is_dir():  # of a run
+        path = Path(path, "checkpoint.pt")
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} does not exist")
     try:

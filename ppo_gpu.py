@@ -307,6 +307,9 @@ def collect_rollout(
     for _ in range(args.num_steps):
         actions, log_probs = choose(obs)
         following, rewards, terminated, truncated, last_obs = envs.step(actions.clone())  # theirs to change
+        shapes = [x.shape for x in (following, last_obs, rewards, terminated, truncated)]
+        if shapes != [obs.shape] * 2 + [obs.shape[:1]] * 3:  # what has other shapes may broadcast
+            raise ValueError(f"a step of {args.env_id} returned other shapes than the first one")
         rewards, diverged = without_diverged(rewards, terminated)
         sums[0] *= args.gamma
         sums += torch.stack([rewards, rewards, torch.ones_like(rewards)])
@@ -316,11 +319,7 @@ def collect_rollout(
         logs.append({name: x.clone() for name, x in logged.items()})
         sums.masked_fill_(terminated | truncated, 0)
         obs.copy_(following)
-    means = {}
-    for name in {name: None for log in logs for name in log}:
-        values = [log[name].float().flatten() for log in logs if name in log]
-        means[name] = torch.cat(values).nanmean()
-    return Rollout(*(torch.stack(column) for column in zip(*rows, strict=True))), means
+    return Rollout(*(torch.stack(column) for column in zip(*rows, strict=True))), mean_logs(logs)
 
 
 def without_diverged(rewards: Tensor, terminated: Tensor) -> tuple[Tensor, Tensor]:
@@ -363,7 +362,7 @@ def compute_gradients(agent: Agent, minibatch: Batch, args: Args) -> dict[str, T
     loss, metrics = ppo_loss(agent, minibatch, args)
     loss.backward()
     if PROCESSES > 1:  # one message for all of them
-        gradients = [parameter.grad for parameter in agent.parameters()]
+        gradients = [parameter.grad for parameter in agent.parameters() if parameter.requires_grad]
         nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
     metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     return metrics
@@ -385,6 +384,7 @@ def update(
             metrics = compute(agent, minibatch, args)
             if args.desired_kl is not None and steps:  # before the first step, the policy is the old one
                 adapt_learning_rate(optimizer, average(metrics["approx_kl"].clone()), args.desired_kl)
+            metrics["charts/learning_rate"] = torch.as_tensor(optimizer.param_groups[0]["lr"]).clone()
             optimizer.step()
             steps.append(metrics)
     means = {name: torch.stack([each[name] for each in steps]).mean() for name in steps[0]}
@@ -448,7 +448,10 @@ def train(args: Args, envs: Any = None) -> dict:
     """
     args = replace(args, evaluate=None)  # a copy, in which NumPy's numbers are plain ones
     check(args)
-    envs = make_envs(args) if envs is None else envs
+    if envs is None:
+        envs = make_envs(args)
+    elif args.env_id == Args.env_id and type(envs) is not Pendulums:
+        args.env_id = type(envs).__name__
     check_envs(envs, args)
     torch.set_float32_matmul_precision("high")  # matrix products in TF32, on GPUs that have it
     torch.manual_seed(args.seed)  # all processes start with the same weights
@@ -458,10 +461,11 @@ def train(args: Args, envs: Any = None) -> dict:
     if PROCESSES > 1 and not dist.is_initialized():
         # After Adam, which imports what would keep the connection open at exit.
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    saved = restore(args.resume, agent, optimizer, state, envs) if args.resume else None
+    saved = restore(args.resume, args, agent, optimizer, state, envs) if args.resume else None
     seed_everything(args.seed + state.global_step)
-    obs = envs.reset().clone()
-    envs.steps.random_(envs.max_steps)  # spread the time limits of the environments, as RSL-RL
+    with torch.no_grad():
+        obs = envs.reset().clone()
+    envs.steps.random_(int(envs.max_steps))  # spread the time limits of the environments, as RSL-RL
     sums = torch.zeros(3, args.num_envs, device=args.device)
     sums[1] = math.nan  # the returns of these first, shortened episodes, which are not logged
     recordable = getattr(envs, "recordable", False)
@@ -503,6 +507,7 @@ def train(args: Args, envs: Any = None) -> dict:
         orders = [torch.randperm(len(batch.obs), device=args.device) for _ in range(args.update_epochs)]
         metrics = learn(torch.stack(orders), *batch)
         state.global_step += rollout.rewards.numel() * PROCESSES
+        state.episodes |= buffers_of(envs)  # again: what is not recorded may replace them
         if run:
             run.log(metrics, rollout, logs)
     if PROCESSES > 1:
@@ -736,7 +741,11 @@ def make_envs(args: Args) -> Any:
     """N environments on the device. Put your own here, with what `Pendulums` has."""
     seed_everything(args.seed)  # for what they draw when they are made
     if ":" in args.env_id:
-        return resolve_name(args.env_id)(args)
+        try:
+            make = resolve_name(args.env_id)
+        except (AttributeError, ImportError) as error:
+            raise ValueError(error) from error
+        return make(args)
     return Pendulums(args) if args.env_id == "Pendulum" else Playground(args)
 
 
@@ -749,13 +758,24 @@ def check_envs(envs: Any, args: Args) -> None:
     for name in ("obs_size", "actor_obs_size", "action_size", "max_steps", "steps"):
         if not hasattr(envs, name):
             raise ValueError(f"{args.env_id} has no {name}: see Pendulums")
-    if args.capture_video and not hasattr(envs, "render"):
-        raise ValueError("--capture-video needs environments with render")
+    if not 0 < envs.actor_obs_size <= envs.obs_size:
+        raise ValueError(f"{args.env_id}: actor_obs_size must be from 1 to obs_size, {envs.obs_size}")
+    if not float(envs.max_steps).is_integer() or envs.max_steps < 1:
+        raise ValueError(f"{args.env_id}: max_steps must be a number of steps, not {envs.max_steps}")
+    if not isinstance(envs.steps, Tensor) or envs.steps.shape != (args.num_envs,):
+        raise ValueError(f"{args.env_id}: steps must be a tensor of {args.num_envs} numbers")
+    if args.capture_video and not (hasattr(envs, "render") and hasattr(envs, "snapshot")):
+        raise ValueError("--capture-video needs environments with snapshot and render")
+    state, again = (getattr(envs, "state_dict", dict)() for _ in range(2))
+    for name, x in state.items():
+        if not isinstance(x, Tensor) or x.data_ptr() != again[name].data_ptr():
+            raise ValueError(f"{args.env_id}: {name} of state_dict must be a tensor, and no copy of one")
     rewards = torch.zeros(args.num_envs, device=args.device)
     obs, ends = rewards.new_zeros(args.num_envs, envs.obs_size), rewards.bool()
     buffers = {name: x.clone() for name, x in buffers_of(envs).items()}  # to be put back
-    first, before = envs.reset(), unseen_state(envs)
     with torch.no_grad():
+        first, before = envs.reset(), unseen_state(envs)
+        numbers = {name: [x.clone() for x in tensors] for name, (_, tensors) in before.items()}
         results = envs.step(rewards.new_zeros(args.num_envs, envs.action_size))
     if len(results) != 5:
         raise ValueError(f"{args.env_id}: step must return 5 tensors, not {len(results)}")
@@ -764,14 +784,21 @@ def check_envs(envs: Any, args: Args) -> None:
     for name, value, result in zip(names, expected, (first, *results), strict=True):
         if kind(result) != kind(value):
             raise ValueError(f"{args.env_id}: {name} must be {kind(value)}, not {kind(result)}")
-    for name, x in getattr(envs, "log", {}).items():
+    log = getattr(envs, "log", {})
+    if not isinstance(log, dict):
+        raise ValueError(f"{args.env_id}: log must be a dict, not {kind(log)}")
+    for name, x in log.items():
         if not isinstance(x, Tensor) or x.device.type != args.device:
             raise ValueError(f"{args.env_id}: log[{name!r}] must be a tensor on {args.device}, not {kind(x)}")
-    after = unseen_state(envs)
-    for name, (state, _) in after.items():
-        if name not in before or state != before[name][0]:
+    saved = {x.untyped_storage().data_ptr() for x in buffers_of(envs).values()}
+    for name, (python, tensors) in unseen_state(envs).items():
+        if name not in before or python != before[name][0]:
             reason = f"step changes {name}, which a CUDA graph would not see: change a buffer in its place"
             raise ValueError(f"{args.env_id}: {reason}, or set recordable = False")
+        for x, old in zip(tensors, numbers[name], strict=True):
+            if not torch.equal(x, old) and x.untyped_storage().data_ptr() not in saved:
+                reason = f"step changes {name}, which is not in state_dict: make it a buffer"
+                raise ValueError(f"{args.env_id}: {reason}, or set recordable = False")
     restore_buffers(envs, buffers)
     if path := args.resume or args.evaluate:
         agent = Agent(args, envs.obs_size, envs.actor_obs_size, envs.action_size)
@@ -805,9 +832,13 @@ def unseen_state(envs: Any) -> dict[str, tuple]:
     generators: dict[str, Callable] = {"random": random.getstate, "np.random": np.random.get_state}
     parts: dict[str, Any] = {name: function() for name, function in generators.items()}
     for prefix, module in envs.named_modules() if isinstance(envs, nn.Module) else [("", envs)]:
-        tensors = getattr(module, "_buffers", {}) | getattr(module, "_parameters", {})
-        for name, value in (vars(module) | tensors).items():
-            if name not in ("log", *vars(nn.Module())):
+        attributes: dict[str, Any] = {}
+        for kind in reversed(type(module).__mro__):  # what belongs to its classes, too
+            attributes |= {} if kind in nn.Module.__mro__ else vars(kind)
+        attributes |= getattr(module, "__dict__", {})
+        attributes |= getattr(module, "_buffers", {}) | getattr(module, "_parameters", {})
+        for name, value in attributes.items():
+            if name not in ("log", *vars(nn.Module())) and not name.startswith("__"):
                 parts[f"{prefix}.{name}".strip(".")] = value
     found: dict[str, tuple] = {}
     for name, part in parts.items():
@@ -815,7 +846,7 @@ def unseen_state(envs: Any) -> dict[str, tuple]:
         try:
             pickler.dump(part)
         except Exception:  # what cannot be written is only compared as a whole
-            found[name] = id(part), part
+            found[name] = id(part), [part] if isinstance(part, Tensor) else []
         else:
             found[name] = file.getvalue(), pickler.tensors
     return found
@@ -823,15 +854,33 @@ def unseen_state(envs: Any) -> dict[str, tuple]:
 
 def buffers_of(envs: Any) -> dict[str, Tensor]:
     """The tensors of an environment's `state_dict`, if it has one, as names of a checkpoint."""
-    tensors = getattr(envs, "state_dict", dict)()
-    return {f"envs.{name}": x for name, x in tensors.items() if isinstance(x, Tensor)}
+    return {f"envs.{name}": x.detach() for name, x in getattr(envs, "state_dict", dict)().items()}
 
 
 def restore_buffers(envs: Any, saved: dict[str, Tensor]) -> None:
-    """Put the environments' tensors in a checkpoint back, where their sizes agree."""
-    for name, x in buffers_of(envs).items():
-        if name in saved and saved[name].shape == x.shape:
+    """Put the environments' tensors in a checkpoint back, where their sizes agree, and say where not."""
+    tensors = buffers_of(envs)
+    other = [name for name in tensors if name in saved and saved[name].shape != tensors[name].shape]
+    if other and RANK == 0:
+        print(f"of other sizes in the checkpoint, so these begin anew: {', '.join(other)}")
+    put_back({name: x for name, x in tensors.items() if name in saved and name not in other}, saved)
+
+
+@torch.no_grad()
+def put_back(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    """Give these tensors the saved numbers."""
+    for name, x in tensors.items():
+        if not torch.equal(x.cpu(), saved[name].cpu()):  # an expanded one cannot be written to
             x.copy_(saved[name])
+
+
+def mean_logs(logs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Means of what environments log in several steps, without NaN."""
+    means = {}
+    for name in {name: None for log in logs for name in log}:
+        values = [log[name].float().flatten() for log in logs if name in log]
+        means[name] = torch.cat(values).nanmean()
+    return means
 
 
 # ------------------------------------------------- Logging and checkpoints ---------------------------------
@@ -878,14 +927,16 @@ class Run:
         Adds the episodes to the state's returns. Raises `FloatingPointError` if the loss is not finite.
         """
         metrics = dict(zip(tensors, torch.stack([*tensors.values()]).tolist(), strict=True))
-        if not math.isfinite(metrics["approx_kl"] + metrics["grad_norm"]):
-            raise FloatingPointError(f"NaN in the loss: {not_finite(rollout)}")
+        buffers = torch.cat([x.flatten() for x in self.agent.buffers()])  # the running statistics
+        if not math.isfinite(metrics["approx_kl"] + metrics["grad_norm"]) or not buffers.isfinite().all():
+            raise FloatingPointError(f"NaN, or numbers that are too large: {not_finite(rollout)}")
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
             print("acting and learning do not compute the same policy: is a mask, or dropout, in only one?")
             self.warned = True
         args, state, step, now = self.args, self.state, self.state.global_step, time.monotonic()
-        scalars = {f"losses/{name}": value for name, value in metrics.items()}
+        scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
         scalars |= {f"env/{name}": x.item() for name, x in logs.items() if not x.isnan()}
+        self.check_last_obs(rollout)
         _, returns, lengths = rollout.sums.unbind(1)
         ended = (rollout.terminated | rollout.truncated) & ~returns.isnan()  # of whole episodes
         if ended.any():
@@ -897,7 +948,6 @@ class Run:
             scalars["charts/episodic_return_max"] = np.max(finished)
             scalars["charts/episodic_return_100"] = float(np.mean(state.returns))
             scalars["charts/episodic_length"] = lengths[ended].mean().item()
-        scalars["charts/learning_rate"] = self.optimizer.param_groups[0]["lr"].item()
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
@@ -914,6 +964,18 @@ class Run:
             left = timedelta(seconds=round(max(args.total_timesteps - step, 0) / speed))
             line = f"{step:>10,} steps  {average}  KL {metrics['approx_kl']:.4f}"
             print(f"{line}  {speed:,.0f}/s  {left} left", flush=True)
+
+    ends_are_checked = False
+
+    def check_last_obs(self, rollout: Rollout) -> None:
+        """Say once if the last observations of episodes seem to be of the next ones."""
+        limits = (rollout.truncated & ~rollout.terminated)[:-1]
+        same = (rollout.last_obs[:-1] == rollout.obs[1:]).all(-1)
+        if self.ends_are_checked or not limits.any():
+            return
+        self.ends_are_checked = True
+        if same[limits].all():
+            print("last_obs is what reset returned, where a time limit was reached: see step of Pendulums")
 
     def finish(self, envs: Any) -> dict:
         """Save, evaluate unless the run was stopped, and close the log. Returns the results."""
@@ -939,12 +1001,15 @@ def not_finite(rollout: Rollout) -> str:
             place = f"number {number[0]} of the {name}" if number else f"the {name}"
             found.append((step, f"{place} of environment {env} is {value:g} in step {step} of the rollout"))
     if not found:
-        return "the environment's numbers are finite: lower --learning-rate"
+        whose = "the environment's numbers" if PROCESSES == 1 else "this process's numbers"
+        return f"{whose} are finite: lower --learning-rate"
     return min(found, key=lambda pair: pair[0])[1]
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
     """The settings and the whole content of a checkpoint. Raises `ValueError` for any other file."""
+    if Path(path).is_dir():  # of a run
+        path = Path(path, "checkpoint.pt")
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} does not exist")
     try:
@@ -957,11 +1022,13 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
         raise ValueError(f"{path} is not a checkpoint of this script") from error
 
 
-def restore(path: str, agent: Agent, optimizer: Adam, state: State, envs: Any) -> dict:
+def restore(path: str, args: Args, agent: Agent, optimizer: Adam, state: State, envs: Any) -> dict:
     """Restore all that a checkpoint has but its unfinished episodes. Returns its content."""
-    _, content = load_checkpoint(path)
+    saved, content = load_checkpoint(path)
     agent.load_state_dict(content["agent"])
     optimizer.load_state_dict(content["optimizer"])
+    if args.learning_rate != saved.learning_rate:  # else an adapted one goes on
+        optimizer.param_groups[0]["lr"] = args.learning_rate
     restore_buffers(envs, content["state"]["episodes"])
     vars(state).update(content["state"])
     return content
@@ -973,8 +1040,7 @@ def continue_episodes(state: State, saved: dict) -> None:
     same = episodes.keys() == state.episodes.keys()
     if same and PROCESSES == 1 and all(episodes[name].shape == x.shape for name, x in state.episodes.items()):
         torch.set_rng_state(saved["random"])
-        for name, x in state.episodes.items():
-            x.copy_(episodes[name])
+        put_back(state.episodes, episodes)
 
 
 class Policy(nn.Module):
@@ -1013,7 +1079,7 @@ def evaluate(path: str | Path, args: Args, envs: Any) -> np.ndarray:
     seed_everything(args.seed + 2**30)  # episodes that training has not seen
     obs = envs.reset()
     returns = torch.zeros(args.num_envs, device=args.device)
-    running, snapshots = torch.ones_like(returns, dtype=torch.bool), []
+    running, snapshots, logs = torch.ones_like(returns, dtype=torch.bool), [], []
     for _ in range(envs.max_steps):
         if STOP.is_set():
             return np.zeros(0)
@@ -1023,7 +1089,11 @@ def evaluate(path: str | Path, args: Args, envs: Any) -> np.ndarray:
         obs, rewards, terminated, truncated, _ = envs.step(actions.clone())  # JAX takes no views
         rewards, _ = without_diverged(rewards, terminated)
         returns += torch.where(running, rewards, 0)
+        log = getattr(envs, "log", {})
+        logs.append({name: x[running] if x.shape == running.shape else x.clone() for name, x in log.items()})
         running &= ~(terminated | truncated)
+        if not running.any():
+            break
     if args.capture_video:
         from moviepy import ImageSequenceClip
 
@@ -1032,6 +1102,8 @@ def evaluate(path: str | Path, args: Args, envs: Any) -> np.ndarray:
         print(f"video: {video}")
     shown = f"{returns.mean():.5g} ± {returns.std(correction=0):.3g} with the most likely actions"
     print(f"evaluation return {shown}, after {state['global_step']:,} steps")
+    if means := mean_logs(logs):
+        print("means of its steps:", ", ".join(f"{name} {x:.3g}" for name, x in means.items()))
     return returns.cpu().numpy()
 
 
@@ -1040,7 +1112,7 @@ def parse_args() -> Args:
     if {"True", "False"} & {*sys.argv}:
         raise ValueError("write --track or --no-track, for example, without True or False")
     parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [PPO]")[0])
-    args = parse()
+    args = parse(args=[word for word in sys.argv[1:] if word not in ("-h", "--help")])
     if args.resume and args.evaluate:
         raise ValueError("--resume and --evaluate do not go together")
     if "" in (args.resume, args.evaluate):
@@ -1054,8 +1126,8 @@ def parse_args() -> Args:
         steps = content["state"]["global_step"]
         if args.resume and steps >= args.total_timesteps:
             raise ValueError(f"{path} has been trained for {steps:,} steps: raise --total-timesteps")
-    elif args.env_id != Args.env_id:
-        args = parse(default=OTHERS)
+    else:  # with the defaults that are for this environment, which --help shows, too
+        args = parse(default=Args() if args.env_id == Args.env_id else OTHERS)
     check(args)
     return args
 
@@ -1080,6 +1152,14 @@ def stop(*_: Any) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def raised_here(error: BaseException) -> bool:
+    """Whether it is this file that raised it."""
+    trace = error.__traceback__
+    while trace.tb_next:
+        trace = trace.tb_next
+    return trace.tb_frame.f_globals is globals()
+
+
 def main() -> None:
     """The command line. Invalid settings end with exit status 2, and a run that was stopped with 130."""
     sys.path.append(".")  # where the `module:` of --env-id is looked for, too
@@ -1087,7 +1167,9 @@ def main() -> None:
         args = parse_args()
         envs = make_envs(args)
         check_envs(envs, args)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError) as error:
+        if not raised_here(error):  # but in an environment
+            raise
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
     if args.evaluate:
@@ -1098,7 +1180,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, stop)
     results = train(args, envs)
     if results:  # of the first process
-        print_commands(args, results["checkpoint"], hasattr(envs, "render"))
+        print_commands(args, results["checkpoint"], hasattr(envs, "snapshot"))
     if STOP.is_set():
         sys.exit(130)
 

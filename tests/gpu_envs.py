@@ -327,3 +327,136 @@ def text_in_log(args):
     envs = Target(args)
     envs.log = {"speed": 1.0}
     return envs
+
+
+class HiddenState(Target):
+    """What `step` changes is no buffer, so no checkpoint has it."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.drift = torch.zeros(args.num_envs)
+
+    def step(self, actions):
+        self.drift.add_(0.01)
+        obs, rewards, *others = super().step(actions)
+        return obs, rewards - self.drift, *others
+
+
+class CountsInItsClass(Target):
+    count = 0
+
+    def step(self, actions):
+        type(self).count += 1
+        obs, rewards, *others = super().step(actions)
+        return obs, rewards - 0.001 * self.count, *others
+
+
+class CopiesItsState(Scripted):
+    def __init__(self, args):
+        super().__init__(args)
+        self.level = 0.0
+
+    def state_dict(self):
+        return {"level": torch.tensor(self.level)}
+
+
+def changed(**attributes):
+    """A `Target` with other attributes."""
+
+    def make(args):
+        envs = Target(args)
+        vars(envs).update(attributes)
+        return envs
+
+    return make
+
+
+scalar_steps = changed(steps=torch.zeros(()))
+no_limit = changed(max_steps=float("inf"))
+no_log = changed(log=None)
+sees_too_much = changed(actor_obs_size=3)
+
+
+class ReplacesItsLevel(Target):
+    """Not recorded, so it may."""
+
+    recordable = False
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.level = nn.Buffer(torch.zeros(()))
+
+    def step(self, actions):
+        self.level = self.level + 0.01
+        return super().step(actions)
+
+
+class LevelForEach(Target):
+    """A level of each environment."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.level = nn.Buffer(torch.zeros(args.num_envs))
+
+    def step(self, actions):
+        self.level.add_(0.01)
+        return super().step(actions)
+
+
+class Neural(Target):
+    """A network makes its observations; and a buffer is an expanded tensor."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.network = nn.Linear(2, 2)
+        self.gravity = nn.Buffer(torch.tensor([0.0, 0.0, -9.8]).expand(args.num_envs, 3))
+
+    def reset(self):
+        return self.network(super().reset())
+
+    def step(self, actions):
+        obs, rewards, terminated, truncated, last_obs = super().step(actions)
+        return self.network(obs), rewards, terminated, truncated, self.network(last_obs)
+
+
+class Later(Target):
+    """From the 20th step on, one of its results is another."""
+
+    def __init__(self, args, index, change):
+        super().__init__(args)
+        self.index, self.change, self.count = index, change, 0
+
+    recordable = False
+
+    def step(self, actions):
+        results = list(super().step(actions))
+        self.count += 1
+        if self.count > 20:
+            results[self.index] = self.change(results[self.index])
+        return results
+
+
+def has_a_bug(args):
+    x, y = [args]
+    return x, y
+
+
+class AfterReset(Target):
+    """An observation tells the step of its episode. The last ones are of the next episode."""
+
+    def __init__(self, args, right=False):
+        super().__init__(args)
+        self.right = right
+
+    def observe(self):
+        return torch.stack([self.steps, self.steps], -1)
+
+    def reset(self):
+        super().reset()
+        return self.observe()
+
+    def step(self, actions):
+        before = self.observe()
+        _, rewards, terminated, truncated, _ = super().step(actions)
+        obs = self.observe()
+        return obs, rewards, terminated, truncated, before + 1 if self.right else obs
