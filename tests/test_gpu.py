@@ -724,6 +724,7 @@ def test_a_policy_acts_as_in_training(trained):
     np.testing.assert_allclose(returns, totals, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env_id", ["gpu_envs:Privileged", SCRIPTED])
 def test_an_exported_policy(env_id, tmp_path):
     """It takes what the actor sees; as ONNX, as a program, and traced, it acts as `load_policy`.
