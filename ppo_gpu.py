@@ -846,7 +846,7 @@ def unseen_state(envs: Any) -> dict[str, tuple]:
         try:
             pickler.dump(part)
         except Exception:  # what cannot be written is only compared as a whole
-            found[name] = id(part), [part] if isinstance(part, Tensor) else []
+            found[name] = (id(part), part), []
         else:
             found[name] = file.getvalue(), pickler.tensors
     return found

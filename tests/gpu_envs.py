@@ -244,7 +244,7 @@ class ReplacesABuffer(Target):
 
     def __init__(self, args):
         super().__init__(args)
-        self.drift, self.count = nn.Buffer(torch.zeros(args.num_envs)), 0
+        self.drift, self.count = nn.Buffer(torch.zeros(args.num_envs, device=args.device)), 0
 
     def step(self, actions):
         self.count += 1
