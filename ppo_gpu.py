@@ -1001,8 +1001,9 @@ def not_finite(rollout: Rollout) -> str:
             place = f"number {number[0]} of the {name}" if number else f"the {name}"
             found.append((step, f"{place} of environment {env} is {value:g} in step {step} of the rollout"))
     if not found:
-        whose = "the environment's numbers" if PROCESSES == 1 else "this process's numbers"
-        return f"{whose} are finite: lower --learning-rate"
+        if PROCESSES > 1:
+            return "the numbers of the first process are finite: look at others', or lower --learning-rate"
+        return "the environment's numbers are finite: lower --learning-rate"
     return min(found, key=lambda pair: pair[0])[1]
 
 
