@@ -888,6 +888,7 @@ def plan(args: Plan, flags: list[str]) -> int:
     task = None
     if choice.script == "ppo_gpu":
         task = script.make_envs(settings)
+        script.check_envs(task, settings)
     elif "--model" in names:
         task = script.load_task(settings)
 

@@ -474,7 +474,7 @@ def test_plans(words, tmp_path):
         assert text in out
     language = script in ("grpo.py", "ppo_rlhf.py")
     assert ("kl > 0.05 (5): updates are too large" in out) == (not language)
-    assert ("std > 3 (10): " in out) == (script == "ppo_continuous.py")
+    assert ("std > 3 (10): " in out) == (script in ("ppo_continuous.py", "ppo_gpu.py"))
     assert ("token_kl > 1 (1): " in out) == language
     assert ("equal_groups > 0.9" in out) == (script == "grpo.py")
     (command,) = re.findall(r"^run: +python (.*)$", out, re.M)
