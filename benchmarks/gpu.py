@@ -107,12 +107,12 @@ def summary(rows: peers.Rows, start: float, skipped: int) -> Result:
     return {"steps": last, "seconds": end - start, "speed": speed}
 
 
-def ours(words: list[str], start: float) -> Result:
+def ours(start: float, file: str, *words: str) -> Result:
     """Train with one of our scripts, by its command."""
-    script: Any = importlib.import_module(words[0].removesuffix(".py"))
-    chosen = tyro.cli(script.Args, args=words[1:])
+    script: Any = importlib.import_module(file.removesuffix(".py"))
+    chosen = tyro.cli(script.Args, args=words)
     if getattr(chosen, "env_id", "Pendulum") not in ("Pendulum", script.Args.env_id):
-        chosen = tyro.cli(script.Args, args=words[1:], default=script.OTHERS)
+        chosen = tyro.cli(script.Args, args=words, default=script.OTHERS)
     results = script.train(replace(chosen, device=DEVICE))
     folder = Path(results["checkpoint"]).parent
     returns = {}
@@ -128,7 +128,7 @@ def ours(words: list[str], start: float) -> Result:
     return result
 
 
-def brax(env_id: str, steps: str, start: float) -> Result:
+def brax(start: float, env_id: str, steps: str) -> Result:
     """Brax's PPO with Playground's settings for this environment, but for the number of steps."""
     import jax
     from brax.training.agents.ppo import networks
@@ -203,7 +203,7 @@ def iterations(times: list[float], batch: int) -> Result:
     return {"steps": batch, "seconds": between, "speed": batch / between, "memory": memory()}
 
 
-def grpo(batch: str, length: str, micro: str, start: float) -> Result:
+def grpo(batch: str, length: str, micro: str) -> Result:
     """Iterations of grpo.py: a batch of responses of a length, which are learnt from `micro` at a time."""
     script: Any = importlib.import_module("grpo")
     write_model(int(length) < 256)
@@ -232,16 +232,14 @@ def grpo(batch: str, length: str, micro: str, start: float) -> Result:
             model="model", prompts="prompts.jsonl", reward_function=("gpu:length_reward",), device=DEVICE,
             bfloat16=DEVICE == "cuda", batch_size=int(batch), group_size=8, update_epochs=1,
             num_minibatches=1, max_response_length=int(length), micro_batch_size=int(micro),
-            generation_batch_size=int(batch),
-            total_episodes=4 * int(batch), eval_every=1000,
+            generation_batch_size=int(batch), total_episodes=4 * int(batch), eval_every=1000,
         )
     )  # fmt: skip
-    return iterations(ends, int(batch)) | {
-        name: statistics.median(times[1:]) for name, times in parts.items()
-    }
+    result = iterations(ends, int(batch))
+    return result | {name: statistics.median(times[1:]) for name, times in parts.items()}
 
 
-def trl(batch: str, length: str, micro: str, start: float) -> Result:
+def trl(batch: str, length: str, micro: str) -> Result:
     """Iterations of TRL's GRPOTrainer."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -278,10 +276,11 @@ def measure(command: str, start: float) -> Result:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
     name, *words = command.split()
-    peer = {"brax": brax, "grpo": grpo, "trl": trl}.get(name)
+    functions = {"brax": partial(brax, start), "grpo": grpo, "trl": trl}
+    function = functions.get(name, partial(ours, start, name))
     output = contextlib.redirect_stdout(io.StringIO())
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), output:
-        return peer(*words, start) if peer else ours([name, *words], start)
+        return function(*words)
 
 
 def in_a_process(command: str) -> Result:
