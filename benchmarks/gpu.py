@@ -71,7 +71,7 @@ CASES = [
         Case(
             f"pendulum-{num_envs}{flag}",
             f"ppo_gpu.py --num-envs {num_envs} --total-timesteps {steps} {flag}".strip(),
-            f"ppo_gpu.py {FEW} --total-timesteps 200 {flag}".strip(),
+            f"ppo_gpu.py {FEW} --total-timesteps 200",
         )
         for num_envs in (1024, 4096, 16384)
         for flag, steps in (("", 15_000_000), ("--no-cuda-graphs", 2_000_000))

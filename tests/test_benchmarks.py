@@ -41,7 +41,7 @@ def test_what_is_measured_on_a_gpu(only, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert end.value.code == 0, shown
     lines = re.findall(rf"^{only}.*", shown, re.MULTILINE)
-    assert len(lines) == {"pendulum": 2, "breakout": 1, "language": 2}[only]
+    assert len(lines) == {"pendulum": 1, "breakout": 1, "language": 2}[only]
     for line in lines:
         assert re.search(r"seconds [\d.e-]+  .*speed [\d,.]+  .*memory [\d.]+", line)
 

@@ -585,7 +585,7 @@ def cuda(monkeypatch):
 
 def checkpoints(folder, *words, **settings):
     """Of a run without graphs, and of one with them."""
-    settings |= {"max_grad_norm": 0.3, "total_timesteps": 16 * 8 * 10, "device": DEVICE}
+    settings |= {"max_grad_norm": 0.3, "total_timesteps": 16 * 8 * 7, "device": DEVICE}
     _, plain = run(folder / "plain", "--no-cuda-graphs", *words, **settings)
     _, graphs = run(folder / "graphs", *words, **settings)
     return plain, graphs
@@ -622,10 +622,10 @@ def test_graphs_change_nothing(env_id, words, tmp_path, cuda):
     assert curves(plain.parent) == curves(graphs.parent)
 
 
-FAULTS = "Moved", "CountsInPython", "CountsInAList", "CountsInAPart", "ReplacesABuffer", "DrawsFromNumpy"
+FAULTS = "Moved", "CountsInPython", "ReplacesABuffer", "DrawsFromNumpy", "Smooth", "ClampsInPlace"
 
 
-@pytest.mark.parametrize("name", [*FAULTS, "DrawsFromItsOwn", "Smooth", "ClampsInPlace"])
+@pytest.mark.parametrize("name", FAULTS)
 def test_what_graphs_would_get_wrong(name, tmp_path, monkeypatch, cuda):
     """Environments that break their promise to be recordable: refused, and if not, an error or other weights.
 
@@ -633,7 +633,7 @@ def test_what_graphs_would_get_wrong(name, tmp_path, monkeypatch, cuda):
     """
     environment = getattr(gpu_envs, name)
     monkeypatch.setattr(environment, "recordable", False)
-    settings = SMALL | {"env_id": f"gpu_envs:{name}", "device": DEVICE, "total_timesteps": 16 * 8 * 10}
+    settings = SMALL | {"env_id": f"gpu_envs:{name}", "device": DEVICE, "total_timesteps": 16 * 8 * 7}
     plain, graphs = checkpoints(tmp_path / "right", env_id=f"gpu_envs:{name}")
     assert ON_GPU or same(load(plain)["agent"], load(graphs)["agent"])
     if name == "ClampsInPlace":  # without a copy of the actions, it would be wrong without graphs, too
