@@ -166,6 +166,23 @@ class Logs(Target):
         return results
 
 
+class LogsItsSteps(Target):
+    """Environment n ends after n + 1 steps; it logs the number of the step, and 100 ever after."""
+
+    recordable = False
+
+    def reset(self):
+        self.count = 0
+        return super().reset()
+
+    def step(self, actions):
+        obs, rewards, _, truncated, last_obs = super().step(actions)
+        self.count += 1
+        end = torch.arange(len(rewards)) + 1
+        self.log = {"step": torch.where(self.count <= end, float(self.count), 100.0)}
+        return obs, rewards, self.count == end, truncated, last_obs
+
+
 class ClampsInPlace(Target):
     """It writes into its actions."""
 

@@ -265,10 +265,22 @@ def test_last_observations_of_the_next_episodes(tmp_path, monkeypatch):
         assert said.getvalue().count("last_obs is what reset returned") == (0 if right else 1)
 
 
-def test_an_evaluation_tells_what_the_environment_logs(tmp_path):
+def test_an_evaluation_tells_what_the_environment_logs(tmp_path, capsys):
     """Means over the episodes that count."""
-    printed, _ = run(tmp_path, env_id="gpu_envs:Logs")
+    printed, path = run(tmp_path, env_id="gpu_envs:Logs")
     assert re.search(r"means of its steps: reward/effort [\d.e-]+, half 0.5, success [\d.e-]+", printed)
+    args = make_args(num_envs=3, env_id="LogsItsSteps")
+    ppo.evaluate(path, args, gpu_envs.LogsItsSteps(args))
+    assert "means of its steps: step 1.67\n" in capsys.readouterr().out  # of 1, 1, 2, 1, 2, 3
+
+
+def test_an_evaluation_can_be_stopped(trained, monkeypatch):
+    """By Ctrl-C: at once, without a result."""
+    monkeypatch.setattr(ppo.STOP, "is_set", lambda: True)
+    args = make_args(env_id="Pendulum")
+    envs = ppo.make_envs(args)
+    monkeypatch.setattr(envs, "step", lambda actions: 1 / 0)
+    assert len(ppo.evaluate(trained.path, args, envs)) == 0
 
 
 def test_an_environment_may_need_gradients(tmp_path, monkeypatch):
@@ -543,6 +555,20 @@ def test_the_learning_rate_follows_the_kl(tmp_path, monkeypatch):
     assert [*logged.values()] == pytest.approx(np.reshape(rates, (-1, 40)).mean(1), rel=1e-4)
     assert min(rates) < 3e-3 < max(rates)
     assert load(path)["optimizer"]["param_groups"][0]["lr"].item() == pytest.approx(rates[-1], rel=1e-4)
+
+
+def test_resuming_with_an_adapted_learning_rate(tmp_path):
+    """It goes on, unless a flag gives another one."""
+    settings = {"env_id": "gpu_envs:Target", "device": "cpu"}
+    _, path = run(tmp_path, desired_kl=0.02, learning_rate=1e-5)
+    last = load(path)["optimizer"]["param_groups"][0]["lr"].item()
+    assert last > 1e-3
+    for rate, total in ((None, 1152), (2e-5, 1280)):
+        more = settings | {"total_timesteps": total} | ({"learning_rate": rate} if rate else {})
+        assert call(tmp_path, "--resume", path, **more).status == 0
+        first = curves(path.parent)["charts/learning_rate"][total]
+        expected = rate or last
+        assert expected / 20 < first < expected * 20  # it is adapted within the iteration, too
 
 
 @pytest.mark.slow
