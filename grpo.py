@@ -14,7 +14,7 @@ trains it with a reward of 1 for a right answer. With --model, it trains a model
 (to be installed; PRETRAINED has its defaults) on the prompts of a file, one line of JSON each, such as
 {"prompt": "2 + 3 =", "answer": "5"}. A prompt is a text, or a list of chat messages. Responses and rewards
 are written to completions.jsonl in the run's folder. A reward function takes B such lines as dicts and the
-texts of B responses, and returns B numbers:
+texts of B responses, and returns B numbers. TRL's reward functions are called as TRL does:
 
     def reward(rows, responses):
         return [float(response.split()[-1:] == [row["answer"]]) for row, response in zip(rows, responses)]
@@ -29,6 +29,7 @@ as in [Dr. GRPO], and there is no KL penalty.
   [DAPO]     Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale",
              arXiv:2503.14476
   [Dr. GRPO] Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective", arXiv:2503.20783
+  [GSPO]     Zheng et al. 2025, "Group Sequence Policy Optimization", arXiv:2507.18071
   [KL]       Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html
 
 Shapes: B responses in a batch, group by group; P tokens of the longest prompt, L of the longest response,
@@ -39,17 +40,19 @@ lengths, so any token can serve as padding.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import math
 import os
 import pkgutil
 import random
 import re
+import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -93,19 +96,22 @@ class Args:  # the trailing comments become --help
     group_size: int = 8  # G: responses to each prompt
     update_epochs: int = 2  # μ: passes over each batch
     num_minibatches: int = 4  # minibatches per epoch, one gradient step each
-    learning_rate: float = 1e-3  # Adam's step size, decayed linearly to 0
+    learning_rate: float = 5e-4  # Adam's step size, decayed linearly to 0
     kl_coef: float = 0.0  # β: weight of the KL divergence from the reference; 0 needs no reference
     kl_in: Literal["reward", "loss"] = "reward"  # k1 in the reward, or k3 in the loss
     scale_rewards: Literal["none", "group"] = "group"  # divide by the group's deviation; [Dr. GRPO]: none
     loss_aggregation: Literal["sequence-mean", "token-mean", "constant"] = "constant"  # constant: [Dr. GRPO]
-    clip_coef: float = 0.2  # ε: lower limit of the ratio of new to old probability is 1 - ε
-    clip_coef_high: float = 0.2  # ε_high: upper limit is 1 + ε_high; [DAPO] has 0.28
+    ratio: Literal["token", "sequence"] = "token"  # of new to old probability; sequence: [GSPO]
+    clip_coef: float = 0.2  # ε: lower limit of the ratio is 1 - ε; [GSPO] has 3e-4
+    clip_coef_high: float = 0.2  # ε_high: upper limit is 1 + ε_high; [DAPO] has 0.28, [GSPO] 4e-4
     max_grad_norm: float = 1.0  # clip the gradient to this norm
 
     # Speed and memory
     device: str = "cpu"  # cpu, cuda or mps; small networks are fastest on the CPU
     micro_batch_size: int = 128  # responses per forward pass in learning: their logits are [128, L, V]
+    micro_batch_tokens: int = 16_384  # and at most so many tokens, with prompts and padding
     generation_batch_size: int = 256  # responses that are generated at once
+    cuda_graphs: bool = True  # with --model on an NVIDIA GPU: record a step of generation, and replay it
     bfloat16: bool = False  # needs --model; log-probabilities and trained weights stay in float32
     gradient_checkpointing: bool = False  # save memory by computing activations twice
     lora_rank: int = 0  # train adapters of this rank on frozen weights (needs peft); 0 trains all weights
@@ -127,13 +133,19 @@ BOUNDS = {
     "seed": (0, 2**31), "eval_every": (1, math.inf), "max_response_length": (1, math.inf),
     "temperature": (1e-3, 100), "eval_temperature": (0, 100), "total_episodes": (1, 1e15),
     "batch_size": (1, math.inf), "update_epochs": (1, 30), "num_minibatches": (1, math.inf),
-    "learning_rate": (0, 1), "kl_coef": (0, 1e4), "clip_coef": (1e-3, 0.3), "max_grad_norm": (1e-6, math.inf),
+    "learning_rate": (0, 1), "kl_coef": (0, 1e4), "clip_coef": (1e-5, 0.3), "max_grad_norm": (1e-6, math.inf),
     "micro_batch_size": (1, math.inf), "generation_batch_size": (1, math.inf), "lora_rank": (0, 2**16),
-    "group_size": (2, math.inf), "clip_coef_high": (1e-3, 0.5),
+    "micro_batch_tokens": (1, math.inf), "group_size": (2, math.inf), "clip_coef_high": (1e-5, 0.5),
 }  # fmt: skip
 
 # The defaults with --model
-PRETRAINED = Args(max_response_length=512, eval_temperature=0.0, learning_rate=1e-6, micro_batch_size=4)
+PRETRAINED = Args(
+    max_response_length=512,
+    eval_temperature=0.0,
+    learning_rate=1e-6,
+    micro_batch_size=64,
+    micro_batch_tokens=8192,
+)
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # how many there are, and the number of this one (torchrun)
 RANK = int(os.environ.get("RANK", 0)) if PROCESSES > 1 else 0
 # Metrics to print, besides evaluations
@@ -215,13 +227,42 @@ class Responses(NamedTuple):
     mask: Tensor  # [B, L], true at the responses' tokens, which include the stop token
 
 
-def take(batch: Any, rows: Tensor) -> Any:
-    """These rows of a batch, without columns that are padding in all of them."""
+def read_lengths(batch: Any) -> list[list[int]]:
+    """The lengths of B prompts and of B responses. To read from a GPU is to wait for it: do it once."""
+    return torch.stack([batch.prompt_mask.sum(1), batch.mask.sum(1)]).tolist()
+
+
+def select_rows(batch: Any, rows: Tensor, prompt_length: int, length: int) -> Any:
+    """These rows of a batch, with the last columns of the prompts and the first ones of the responses."""
     part = type(batch)(*(column[rows] for column in batch))
-    prompt_length, length = part.prompt_mask.sum(1).max(), part.mask.sum(1).max()
     prompts = [column[:, -prompt_length:] for column in part[:2]]
     others = [column[:, :length] if column.dim() == 2 else column for column in part[2:]]
     return type(batch)(*prompts, *others)
+
+
+def micro_batches(batch: Any, rows: Tensor, lengths: list[list[int]], args: Args) -> Iterator[tuple]:
+    """Parts of these rows of a batch: the rows' numbers, and the rows without columns that are all padding.
+
+    Rows of similar length are together, --micro-batch-size rows and --micro-batch-tokens tokens at most (but
+    one row at least). `lengths` are those of all rows, by `read_lengths`.
+    """
+    prompt_lengths, response_lengths = lengths
+    parts: list[list[int]] = []
+    sizes: list[tuple[int, int]] = []  # of the longest prompt and of the longest response of each part
+    for row in sorted(rows.tolist(), key=response_lengths.__getitem__):
+        size = prompt_lengths[row], response_lengths[row]
+        if parts:
+            count = len(parts[-1]) + 1
+            larger = max(size[0], sizes[-1][0]), max(size[1], sizes[-1][1])
+            if count <= args.micro_batch_size and count * sum(larger) <= args.micro_batch_tokens:
+                parts[-1].append(row)
+                sizes[-1] = larger
+                continue
+        parts.append([row])
+        sizes.append(size)
+    order = torch.tensor([row for part in parts for row in part], device=batch.mask.device)
+    for part_rows, size in zip(order.split([len(part) for part in parts]), sizes, strict=True):
+        yield part_rows, select_rows(batch, part_rows, *size)
 
 
 def model_inputs(tokens: Tensor, attention: Tensor, past: Any = None, use_cache: bool = False) -> dict:
@@ -242,23 +283,121 @@ def generate(actor: nn.Module, task: Task, rows: list[dict], args: Args) -> tupl
     shape = len(rows), args.max_response_length
     responses, mask = prompts.new_zeros(shape), prompt_mask.new_zeros(shape)
     log_probs = torch.zeros(shape, device=args.device)
+    write = write_by_graph if can_use_graphs(actor, args) else write_responses
     with autocast(args):
-        for part in torch.arange(len(rows), device=args.device).split(args.generation_batch_size):
-            new, attention, past = prompts[part], prompt_mask[part], None
-            active = torch.ones_like(part, dtype=torch.bool)  # no stop token so far
-            for t in range(args.max_response_length):
-                output = actor(**model_inputs(new, attention, past, use_cache=True), logits_to_keep=1)
-                past = output.past_key_values
-                log_policy = torch.log_softmax(output.logits[:, -1].float() / max(args.temperature, 1e-6), 1)
-                new = torch.multinomial(log_policy.exp(), 1)
-                responses[part, t], mask[part, t] = new.squeeze(1), active
-                log_probs[part, t] = log_policy.gather(1, new).squeeze(1)
-                attention = torch.cat([attention, active.unsqueeze(1)], 1)
-                active = active & ~torch.isin(new.squeeze(1), stop_tokens)
-                if not active.any():
-                    break
+        for start in range(0, len(rows), args.generation_batch_size):
+            part = slice(start, start + args.generation_batch_size)
+            written = responses[part], mask[part], log_probs[part]  # views, to be filled
+            write(actor, prompts[part], prompt_mask[part], written, stop_tokens, args.temperature)
     length = mask.sum(1).max()
     return Responses(prompts, prompt_mask, responses[:, :length], mask[:, :length]), log_probs[:, :length]
+
+
+def sample(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """A token for each row of logits [B, V], and its log π, [B, 1] each. Temperature 0 is greedy."""
+    log_policy = torch.log_softmax(logits.float() / max(temperature, 1e-6), 1)
+    noise = torch.empty_like(log_policy).exponential_()
+    tokens = (log_policy.exp() / noise).argmax(1, keepdim=True)  # as `multinomial`, which reads from the GPU
+    return tokens, log_policy.gather(1, tokens)
+
+
+def write_responses(
+    actor: Any, prompts: Tensor, prompt_mask: Tensor, written: tuple, stop_tokens: Tensor, temperature: float
+) -> None:
+    """Write responses to B prompts, their mask and log π, [B, L] each, token by token, into `written`."""
+    responses, mask, log_probs = written
+    rows = torch.arange(len(prompts), device=prompts.device)
+    active = torch.ones_like(rows, dtype=torch.bool)  # no stop token so far
+    new, attention, past = prompts, prompt_mask, None
+    for t in range(responses.shape[1]):
+        output = actor(**model_inputs(new, attention, past, use_cache=True), logits_to_keep=1)
+        past = output.past_key_values
+        new, new_log_probs = sample(output.logits[:, -1], temperature)
+        responses[rows, t], mask[rows, t] = new.squeeze(1), active
+        log_probs[rows, t] = new_log_probs.squeeze(1)
+        attention = torch.cat([attention, active.unsqueeze(1)], 1)
+        active = active & (new != stop_tokens).all(1)
+        num_active = active.sum().item()
+        if num_active == 0:
+            break
+        layers = getattr(past, "layers", [])
+        can_select = layers and all(hasattr(layer, "batch_select_indices") for layer in layers)
+        if can_select and num_active <= len(rows) / 2:  # go on without the rows that have ended
+            kept = active.nonzero().squeeze(1)
+            past.batch_select_indices(kept)
+            rows, active, new, attention = rows[kept], active[kept], new[kept], attention[kept]
+
+
+def can_use_graphs(actor: Any, args: Args) -> bool:
+    """Whether `write_by_graph` can be used: on a GPU, if the model can have a cache of fixed size."""
+    if not (args.cuda_graphs and args.model and args.device.startswith("cuda")):
+        return False
+    from transformers.cache_utils import StaticCache, StaticLayer
+
+    config = actor.config
+    is_static = all(type(layer) is StaticLayer for layer in StaticCache(config, max_cache_len=8).layers)
+    return is_static and actor._can_compile_fullgraph and config._attn_implementation == "sdpa"
+
+
+def write_by_graph(
+    actor: Any, prompts: Tensor, prompt_mask: Tensor, written: tuple, stop_tokens: Tensor, temperature: float
+) -> None:
+    """As `write_responses`, but the third step is recorded as a CUDA graph, and replayed for all that follow.
+
+    For each token, a GPU waits for the CPU to start thousands of small computations; a graph starts them at
+    once. It repeats them on the same memory: all that changes from step to step is a tensor that is changed
+    in place.
+    """
+    from transformers import StaticCache
+
+    class Cache(StaticCache):
+        """Keys are kept in the precision of attention, as values are: there, autocast would round them."""
+
+        def update(self, keys: Tensor, values: Tensor, *others: Any, **more: Any) -> Any:
+            return super().update(keys.to(values.dtype), values, *others, **more)
+
+    responses, mask, log_probs = written
+    (size, prompt_length), length = prompts.shape, responses.shape[1]
+    capacity = math.ceil((prompt_length + length) / 8) * 8  # attention is fastest with a multiple of 8
+    cache = Cache(actor.config, max_cache_len=capacity)
+    visible = F.pad(prompt_mask, (0, capacity - prompt_length))  # [B, S], what is not padding, so far
+    token, position = prompts[:, -1:].clone(), prompt_mask.sum(1, keepdim=True) - 1
+    active = torch.ones(size, 1, dtype=torch.bool, device=prompts.device)
+    t = torch.zeros(1, dtype=torch.long, device=prompts.device)
+
+    def choose(logits: Tensor) -> None:
+        new, new_log_probs = sample(logits[:, -1], temperature)
+        responses.index_copy_(1, t, new)
+        mask.index_copy_(1, t, active)
+        log_probs.index_copy_(1, t, new_log_probs)
+        visible.index_copy_(1, prompt_length + t, active)
+        active.logical_and_((new != stop_tokens).all(1, keepdim=True))
+        token.copy_(new)
+        position.add_(1)
+        t.add_(1)
+
+    def step() -> None:
+        inputs = {"input_ids": token, "attention_mask": visible[:, None, None], "position_ids": position}
+        choose(actor(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits)
+
+    inputs = model_inputs(prompts, prompt_mask, cache, use_cache=True)
+    causal = torch.ones(prompt_length, capacity, dtype=torch.bool, device=prompts.device).tril()
+    itself = torch.eye(
+        prompt_length, capacity, dtype=torch.bool, device=prompts.device
+    )  # padding sees itself
+    inputs["attention_mask"] = visible[:, None, None] & causal | itself
+    choose(actor(**inputs, logits_to_keep=1).logits)
+    for number in range(1, length):
+        if number % 16 == 0 and not active.any():
+            break
+        if number == 1:
+            step()  # memory is set up, and weights are rounded by autocast, which keeps them
+        elif number == 2:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()  # recorded, not done
+        if number > 1:
+            graph.replay()
 
 
 class TokenLogProbs(torch.autograd.Function):
@@ -296,25 +435,25 @@ def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: flo
 
 
 @torch.no_grad()
-def in_parts(function: Callable[[Responses], Tensor], batch: Responses, args: Args) -> Tensor:
-    """The outputs [B, L] or [B, L + 1] of a function, as [B, L + 1]; --micro-batch-size rows at a time."""
-    outputs = torch.zeros(len(batch.mask), batch.mask.shape[1] + 1, device=args.device)
-    for rows in batch.mask.sum(1).argsort().split(args.micro_batch_size):  # those of similar length together
+def in_micro_batches(function: Callable[[Responses], Tensor], batch: Responses, args: Args) -> Tensor:
+    """The outputs [B, L] of a function of parts of a batch; 0 beyond what it returns for a part."""
+    outputs = torch.zeros(batch.mask.shape, device=args.device)
+    for rows, part in micro_batches(batch, torch.arange(len(outputs)), read_lengths(batch), args):
         with autocast(args):
-            part_outputs = function(take(batch, rows))
+            part_outputs = function(part)
         outputs[rows, : part_outputs.shape[1]] = part_outputs
     return outputs
 
 
 def all_log_probs(model: nn.Module, batch: Responses, args: Args) -> Tensor:
     """log π [B, L] of the responses' tokens, without gradients."""
-    return in_parts(lambda part: token_log_probs(model, part, args.temperature), batch, args)[:, :-1]
+    return in_micro_batches(lambda part: token_log_probs(model, part, args.temperature), batch, args)
 
 
 def check_sampling(difference: Tensor, mask: Tensor) -> dict[str, float]:
     """Metrics of the difference [B, L] between log π in sampling and in learning: it must be rounding."""
     average, largest = masked_mean(difference.abs(), mask).item(), (difference.abs() * mask).max().item()
-    if average > 0.5:
+    if not average <= 0.5:  # larger, or not a number
         raise FloatingPointError(f"log π differs by {average:.2f} from sampling: no past_key_values?")
     name = "sampling/sampling_logp_difference"
     return {f"{name}/mean": average, f"{name}/max": largest}
@@ -335,9 +474,9 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return total / count
 
 
-def mean(x: Tensor) -> float:
-    """Mean of x over all processes."""
-    return masked_mean(x, torch.ones_like(x, dtype=torch.float32)).item()
+def mean_over_processes(x: Tensor) -> float:
+    """Mean of x over all processes, without what is not a number: where a reward function gave None."""
+    return masked_mean(x.nan_to_num(), ~x.isnan()).item()
 
 
 def group_advantages(scores: Tensor, kl: Tensor, args: Args) -> Tensor:
@@ -393,6 +532,7 @@ class Batch(NamedTuple):
     log_probs: Tensor  # [B, L], log π_old
     ref_log_probs: Tensor  # [B, L], log π_ref
     advantages: Tensor  # [B]
+    learnt: Tensor  # [B], false at responses from which nothing is learnt: --mask-truncated
 
 
 def grpo_loss(log_probs: Tensor, batch: Batch, num_tokens: Tensor, args: Args) -> tuple[Tensor, dict]:
@@ -400,7 +540,8 @@ def grpo_loss(log_probs: Tensor, batch: Batch, num_tokens: Tensor, args: Args) -
 
         loss_it = -min(ρ_it A_i, clip(ρ_it, 1 - ε, 1 + ε_high) A_i) + β KL_it
 
-    ρ is the ratio π / π_old of the token. KL_it is, by --kl-in, with x = π_ref / π,
+    ρ is the ratio π / π_old of the token, or by --ratio sequence that of the response to the power of
+    1/|o_i| ([GSPO], equation 7). KL_it is, by --kl-in, with x = π_ref / π,
 
         reward    0; instead, β Σ_t log(π_old / π_ref), k1 of [KL], lowers the response's advantage
         loss      k3 of [KL], x - 1 - log x ([GRPO], equation 4)
@@ -409,7 +550,9 @@ def grpo_loss(log_probs: Tensor, batch: Batch, num_tokens: Tensor, args: Args) -
     KL(π_ref ‖ π), and does not see what a token does to the KL of those after it: it ends elsewhere.
     Loss and metrics of the parts of a minibatch add up to those of the minibatch.
     """
-    log_ratio = (log_probs - batch.log_probs) * batch.mask
+    log_ratio = token_log_ratio = (log_probs - batch.log_probs) * batch.mask
+    if args.ratio == "sequence":
+        log_ratio = token_log_ratio.sum(1, keepdim=True) / batch.mask.sum(1, keepdim=True)
     ratio = log_ratio.exp()
     advantages = batch.advantages.unsqueeze(1)
     clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef_high)
@@ -417,13 +560,14 @@ def grpo_loss(log_probs: Tensor, batch: Batch, num_tokens: Tensor, args: Args) -
     if args.kl_in == "loss":
         log_x = (batch.ref_log_probs - log_probs) * batch.mask
         losses = losses + args.kl_coef * (log_x.exp() - 1 - log_x)
-    loss = (losses * loss_weights(batch.mask, num_tokens, args)).sum()
+    weights = loss_weights(batch.mask, num_tokens, args) * batch.learnt.unsqueeze(1)
+    loss = (losses * weights).sum()
     with torch.no_grad():
         no_gradient = (ratio * advantages > clipped * advantages) & batch.mask
         return loss, {
             "loss/policy_avg": loss,
             "policy/clipfrac_avg": no_gradient.sum() / num_tokens,
-            "policy/approxkl_avg": 0.5 * log_ratio.square().sum() / num_tokens,
+            "policy/approxkl_avg": 0.5 * token_log_ratio.square().sum() / num_tokens,
         }
 
 
@@ -431,37 +575,48 @@ def grpo_loss(log_probs: Tensor, batch: Batch, num_tokens: Tensor, args: Args) -
 
 
 @torch.no_grad()
-def collect(models: Models, task: Task, args: Args) -> tuple[Batch, dict, dict]:
-    """B responses with advantages, G to each of B/G prompts; also metrics, and what is to be written."""
-    chosen = torch.randint(len(task.prompts), (args.batch_size // args.group_size // PROCESSES,))
-    rows = [task.prompts[i] for i in chosen.repeat_interleave(args.group_size)]
+def collect(models: Models, task: Task, args: Args, episodes: int = 0) -> tuple[Batch, dict, dict]:
+    """B responses with advantages, G to each of the next prompts; also metrics, and what is to be written.
+
+    An example with B = 4, G = 2 and no KL penalty. The second prompt has two tokens, and padding before them;
+    a response ends with a stop token, and has padding after it:
+
+        prompts     [[5, 6, 7], [5, 6, 7], [-, 8, 9], [-, 8, 9]]
+        responses   [[3, stop, -], [4, 4, stop], [4, stop, -], [3, 3, 3]]
+        mask        [[1, 1, 0], [1, 1, 1], [1, 1, 0], [1, 1, 1]]
+        scores      [1, 0, 1, 1]
+        advantages  [0.71, -0.71, 0, 0]    less the group's mean of 0.5, over its deviation of 0.71
+
+    Each token of a response has the advantage of the response. Nothing is learnt from the second group.
+    """
+    count = args.batch_size // args.group_size // PROCESSES
+    chosen = next_prompts(task.prompts, episodes // args.group_size + RANK * count, count, args.seed)
+    rows = [row for row in chosen for _ in range(args.group_size)]
     responses, sampled_log_probs = generate(models.actor, task, rows, args)
     # log π is computed anew, in the same way as in the update: at first, the ratio is 1.
     log_probs = ref_log_probs = all_log_probs(models.actor, responses, args)
     if models.reference is not None:
         ref_log_probs = all_log_probs(models.reference, responses, args)
-    texts = decode(task.tokenizer, responses)
-    rewards = score(task, rows, texts, args)
-    scores = torch.stack(list(rewards.values())).sum(0)
+    rewards = score(task, rows, responses, args)
+    scores = torch.stack(list(rewards.values())).nansum(0)
     groups, mask = scores.view(-1, args.group_size), responses.mask
     kl = ((log_probs - ref_log_probs) * mask).sum(1)
-    advantages = group_advantages(scores, kl, args)
-    if args.mask_truncated:
-        advantages = advantages * ended(responses, task)
-    batch = Batch(*responses, log_probs, ref_log_probs, advantages)
+    has_ended = ended(responses, task)
+    learnt = has_ended if args.mask_truncated else torch.ones_like(has_ended)
+    batch = Batch(*responses, log_probs, ref_log_probs, group_advantages(scores, kl, args), learnt)
 
     means = {f"rewards/{name}": values for name, values in rewards.items()} | {
         "reward": scores,
         "frac_reward_zero_std": groups.amax(1) == groups.amin(1),
         "completions/mean_length": mask.sum(1),
-        "completions/clipped_ratio": ~ended(responses, task),
+        "completions/clipped_ratio": ~has_ended,
     }
     if models.reference is not None:
         means["objective/kl"] = kl  # in nats per response
-    metrics = {name: mean(values) for name, values in means.items()}
+    metrics = {name: mean_over_processes(values) for name, values in means.items()}
     metrics["entropy"] = -masked_mean(log_probs, mask).item()  # an estimate, in nats per token
-    samples = {"response": texts, "row": rows, "reward": scores.tolist()}
-    samples |= {name: values.tolist() for name, values in rewards.items()}
+    samples = {"response": decode(task.tokenizer, responses), "row": rows, "reward": scores.tolist()}
+    samples |= {name: without_nan(values) for name, values in rewards.items()}
     return batch, metrics | check_sampling(sampled_log_probs - log_probs, mask), samples
 
 
@@ -472,15 +627,13 @@ def update(actor: nn.Module, optimizer: Adam, batch: Batch, args: Args) -> dict[
     """
     parameters = optimizer.param_groups[0]["params"]
     sums: dict[str, Tensor] = {}  # of metrics, still as tensors: reading them would wait for the GPU
-    norms = []
+    norms, lengths = [], read_lengths(batch)
     for _ in range(args.update_epochs):
-        order = torch.randperm(len(batch.mask)).to(args.device)
+        order = torch.randperm(len(batch.mask))
         for rows in order.split(len(order) // args.num_minibatches):
-            lengths = batch.mask[rows].sum(1)
-            num_tokens = sum_over_processes(lengths.sum())
-            optimizer.zero_grad()
-            for part_rows in rows[lengths.argsort()].split(args.micro_batch_size):
-                part = take(batch, part_rows)
+            num_tokens = torch.tensor(sum(lengths[1][row] for row in rows.tolist()), device=args.device)
+            sum_over_processes(num_tokens)
+            for _, part in micro_batches(batch, rows, lengths, args):
                 with autocast(args):
                     log_probs = token_log_probs(actor, part, args.temperature)
                 loss, metrics = grpo_loss(log_probs, part, num_tokens, args)
@@ -491,42 +644,53 @@ def update(actor: nn.Module, optimizer: Adam, batch: Batch, args: Args) -> dict[
                 sum_over_processes(gradient)
             norms.append(clip_grad_norm_(parameters, args.max_grad_norm, error_if_nonfinite=True))
             optimizer.step()
+            optimizer.zero_grad()  # now, so that no gradients take memory while responses are generated
     means = {name: sum_over_processes(total).item() / len(norms) for name, total in sums.items()}
     return means | {"grad_norm": torch.stack(norms).mean().item()}
 
 
 def train(args: Args, task: Task | None = None) -> Path:
-    """GRPO ([GRPO], Algorithm 1 with I = 1: the reference stays as it is). Returns the checkpoint's path."""
+    """GRPO ([GRPO], Algorithm 1 with I = 1: the reference stays as it is). Returns the checkpoint's path.
+
+    Raises `ValueError` for invalid settings. After an error anywhere, the checkpoint has all gradient steps.
+    """
     args = replace(args)  # a copy, in which NumPy's numbers are plain ones
-    check(args)
-    if args.device == "cuda":  # each process has a GPU
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    check(args, task)
+    use_device(args)
     torch.manual_seed(args.seed)
     models, task = load_pretrained(args, task or load_task(args)) if args.model else make_sums(args)
+    models.eval()  # no dropout: with it, the first ratio would not be 1
     optimizer = Adam([p for p in models.parameters() if p.requires_grad], fused=True)
     connect(models, args)  # after Adam is made: what it imports would keep the connection open at exit
     episodes = restore(args.resume, models, optimizer) if args.resume else 0
     run = Run(args, models, optimizer, task, episodes)
-    while episodes < args.total_episodes and not stopped(args):
-        torch.manual_seed(10**9 * args.seed + episodes + RANK)  # a resumed run draws the same numbers
-        due = episodes // args.batch_size % args.eval_every == 0
-        if due or time.monotonic() - run.last_save > 600:
-            run.save(episodes)
-        metrics = evaluate(models.actor, task, args) if due else {}
-        try:
-            batch, batch_metrics, samples = collect(models, task, args)
-        except BaseException as error:  # of a reward function, or a second Ctrl-C
-            run.save(episodes)
-            error.add_note(f"saved; to continue: --resume {run.path}")
-            raise
-        learning_rate = args.learning_rate * (1 - episodes / args.total_episodes)
-        optimizer.param_groups[0]["lr"] = learning_rate
-        metrics |= batch_metrics | update(models.actor, optimizer, batch, args) | {"lr": learning_rate}
-        run.log(episodes, metrics, samples)
-        episodes += args.batch_size
-    run.save(episodes)
-    if episodes >= args.total_episodes:
-        run.log(episodes, evaluate(models.actor, task, args), {})
+    try:
+        while episodes < args.total_episodes and not stopped(args):
+            torch.manual_seed(10**9 * args.seed + episodes + RANK)  # a resumed run draws the same numbers
+            metrics = {}
+            if episodes // args.batch_size % args.eval_every == 0:
+                metrics = evaluate(models.actor, task, args)
+                run.keep_best(episodes, metrics)
+                run.save(episodes)
+            elif time.monotonic() - run.last_save > 600:
+                run.save(episodes)
+            batch, batch_metrics, samples = collect(models, task, args, episodes)
+            learning_rate = args.learning_rate * (1 - episodes / args.total_episodes)
+            optimizer.param_groups[0]["lr"] = learning_rate
+            metrics |= batch_metrics | {"lr": learning_rate}
+            run.is_updating = True
+            metrics |= update(models.actor, optimizer, batch, args)
+            episodes += args.batch_size
+            run.is_updating = False
+            run.log(episodes - args.batch_size, metrics, samples)
+        run.save(episodes)
+        if episodes >= args.total_episodes:
+            metrics = evaluate(models.actor, task, args)
+            run.keep_best(episodes, metrics)
+            run.log(episodes, metrics, {})
+    except BaseException as error:
+        run.save_after(error, episodes)
+        raise
     run.finish()
     return run.path
 
@@ -549,20 +713,52 @@ def pad(rows: list[list[int]], side: str, device: str) -> tuple[Tensor, Tensor]:
     return rnn.pad_sequence(tokens, True, 0, side), rnn.pad_sequence(masks, True, 0, side)
 
 
+def next_prompts(prompts: list[dict], first: int, count: int, seed: int) -> list[dict]:
+    """Prompts from the number `first` on: all are used in a random order, then again in another one."""
+    orders: dict[int, list[int]] = {}  # by the number of the pass over all prompts
+    rows = []
+    for number in range(first, first + count):
+        lap, place = divmod(number, len(prompts))
+        if lap not in orders:
+            generator = torch.Generator().manual_seed(10**9 * seed + lap)
+            orders[lap] = torch.randperm(len(prompts), generator=generator).tolist()
+        rows.append(prompts[orders[lap][place]])
+    return rows
+
+
 def encode(tokenizer: Any, prompt: str | list[dict]) -> list[int]:
-    """The tokens of a prompt: a text, or a list of chat messages."""
+    """The tokens of a prompt: a text, or a list of chat messages, of which the last may be half an answer."""
     if not isinstance(prompt, str):
-        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        check_messages(prompt)
+        more: dict[str, Any] = {"add_generation_prompt": True}
+        if prompt[-1]["role"] == "assistant":
+            more = {"continue_final_message": True}
+        return tokenizer.apply_chat_template(prompt, return_dict=False, **more)
     tokens = tokenizer.encode(prompt)
     start = tokens[:2] == [tokenizer.bos_token_id] * 2  # the text begins with a start token, too
     end = len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id  # some tokenizers append one
     return tokens[start : len(tokens) - end]
 
 
+def check_messages(messages: Any) -> None:
+    """Raise `ValueError` for what is not a list of chat messages with a role and a text each."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"a prompt is a text or a list of messages, not {messages!r}")
+    for message in messages:
+        is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
+        if not is_message or not isinstance(message.get("content"), str):
+            raise ValueError(f'a message is {{"role": "user", "content": "a text"}}, not {message!r}')
+
+
+def response_tokens(batch: Responses) -> list[list[int]]:
+    """The tokens of B responses, with the stop token."""
+    pairs = zip(batch.responses.tolist(), batch.mask.sum(1).tolist(), strict=True)
+    return [tokens[:length] for tokens, length in pairs]
+
+
 def decode(tokenizer: Any, batch: Responses) -> list[str]:
     """The texts of B responses, without special tokens."""
-    pairs = zip(batch.responses.cpu(), batch.mask.cpu(), strict=True)
-    return [tokenizer.decode(tokens[mask].tolist(), skip_special_tokens=True) for tokens, mask in pairs]
+    return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in response_tokens(batch)]
 
 
 def tokenize(task: Task, rows: list[dict], texts: list[str], args: Args) -> Responses:
@@ -573,19 +769,71 @@ def tokenize(task: Task, rows: list[dict], texts: list[str], args: Args) -> Resp
     return Responses(*pad(prompts, "left", args.device), *pad(responses, "right", args.device))
 
 
-def call_reward(name: str, function: Callable, rows: list[dict], texts: list[str]) -> Tensor:
-    """Rewards [B] of B responses by a function. Raises `ValueError` if they are not B finite numbers."""
-    results = function(rows, texts)
-    rewards = torch.as_tensor([] if results is None else results, dtype=torch.float32, device="cpu")
-    if rewards.shape != (len(texts),) or not rewards.isfinite().all():
-        raise ValueError(f"{name} must return {len(texts)} finite numbers, not {results}")
+def call_reward(
+    name: str, function: Callable, rows: list[dict], texts: list[str], tokens: list[list[int]]
+) -> Tensor:
+    """Rewards [B] of B responses by a function; NaN where it gives None.
+
+    A function that has a parameter `tokens` gets the responses' tokens, too; one that has a parameter
+    `completions` is called as TRL does. Raises `ValueError` if the results are not B finite numbers or None.
+    """
+    rows, texts = copy.deepcopy(rows), list(texts)  # a function may change what it gets
+    parameters = inspect.signature(function).parameters
+    if "completions" in parameters:
+        columns = {key: [row.get(key) for row in rows] for row in rows for key in row if key != "prompt"}
+        prompts = [row["prompt"] for row in rows]
+        completions: list[Any] = [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        results = function(prompts=prompts, completions=completions, completion_ids=tokens, **columns)
+    elif "tokens" in parameters:
+        results = function(rows, texts, tokens=tokens)
+    else:
+        results = function(rows, texts)
+    values = results.tolist() if hasattr(results, "tolist") else results  # of PyTorch or NumPy
+    try:
+        if not isinstance(values, (list, tuple)):
+            raise TypeError
+        rewards = torch.tensor([math.nan if value is None else float(value) for value in values])
+        known = torch.tensor([value is not None for value in values])
+        if len(values) != len(texts) or not rewards[known].isfinite().all():
+            raise ValueError
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must return {len(texts)} finite numbers, not {results!r:.200}") from None
     return rewards
 
 
-def score(task: Task, rows: list[dict], texts: list[str], args: Args) -> dict[str, Tensor]:
+def call_functions(task: Task, rows: list[dict], batch: Responses, may_be_none: bool = False) -> dict:
+    """Rewards [B] by each reward function. Raises `ValueError` if all of them give None for a response."""
+    texts, tokens = decode(task.tokenizer, batch), response_tokens(batch)
+    rewards = {}
+    for name, function in task.reward_functions.items():
+        rewards[name] = call_reward(name, function, rows, texts, copy.deepcopy(tokens))
+    if rewards and not may_be_none:
+        unknown = torch.stack(list(rewards.values())).isnan().all(0)
+        if unknown.any():
+            row = rows[int(unknown.nonzero()[0])]
+            raise ValueError(f"no function of {', '.join(rewards)} gives a reward for {row!r:.200}")
+    return rewards
+
+
+def check_functions(task: Task, may_be_none: bool = False) -> None:
+    """Try the reward functions on a prompt with two empty responses."""
+    nothing = torch.zeros(2, 0, dtype=torch.long)
+    call_functions(
+        task, task.prompts[:1] * 2, Responses(nothing, nothing > 0, nothing, nothing > 0), may_be_none
+    )
+
+
+def without_nan(values: Tensor) -> list[float | None]:
+    """The numbers of a tensor [B], as JSON can have them."""
+    return [None if math.isnan(value) else value for value in values.tolist()]
+
+
+def score(task: Task, rows: list[dict], batch: Responses, args: Args) -> dict[str, Tensor]:
     """Rewards [B] of B responses by each reward function."""
-    functions = task.reward_functions.items()
-    return {name: call_reward(name, function, rows, texts).to(args.device) for name, function in functions}
+    return {name: values.to(args.device) for name, values in call_functions(task, rows, batch).items()}
 
 
 def evaluate(actor: nn.Module, task: Task, args: Args) -> dict[str, float]:
@@ -594,8 +842,8 @@ def evaluate(actor: nn.Module, task: Task, args: Args) -> dict[str, float]:
         return {}
     rows = task.eval_prompts[RANK::PROCESSES]
     responses, _ = generate(actor, task, rows, replace(args, temperature=args.eval_temperature))
-    rewards = score(task, rows, decode(task.tokenizer, responses), args)
-    return {f"eval/{name}": mean(values) for name, values in rewards.items()}
+    rewards = score(task, rows, responses, args)
+    return {f"eval/{name}": mean_over_processes(values) for name, values in rewards.items()}
 
 
 def autocast(args: Args) -> torch.autocast:
@@ -603,9 +851,16 @@ def autocast(args: Args) -> torch.autocast:
     return torch.autocast(args.device.partition(":")[0], torch.bfloat16, enabled=args.bfloat16)
 
 
+def use_device(args: Args) -> None:
+    """Choose this process's GPU. With --bfloat16, it computes float32 in TF32: the last layer, above all."""
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if args.device.startswith("cuda") and args.bfloat16:
+        torch.set_float32_matmul_precision("high")
+
+
 def connect(models: Models, args: Args) -> None:
     """Connect the processes that torchrun started, and give all of them the weights of the first."""
-    models.eval()  # no dropout: with it, the first ratio would not be 1
     if PROCESSES > 1:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
         for tensor in models.state_dict().values():
@@ -695,10 +950,10 @@ def learn_to_write(actor: GPT, task: Task, write: Callable, args: Args, steps: i
         log_probs = token_log_probs(actor, batch, temperature=1.0)
         loss = -(log_probs * batch.mask).sum() / batch.mask.sum()
         optimizer.param_groups[0]["lr"] = 5e-3 * min((step + 1) / 40, 1 - step / steps)
-        optimizer.zero_grad()
         loss.backward()
         clip_grad_norm_(actor.parameters(), 1.0)
         optimizer.step()
+        optimizer.zero_grad()
     print(f"supervised learning: loss {loss.item():.2f}", flush=True)
 
 
@@ -714,9 +969,9 @@ def load_task(args: Args) -> Task:
     prompts, held_out = (read_rows(file, tokenizer, longest) if file else [] for file in files)
     if 0 < len(held_out) < PROCESSES:
         raise ValueError(f"{args.eval_prompts} has fewer prompts than there are processes")
-    for name, function in functions.items():
-        call_reward(name, function, prompts[:1] * 2, ["", ""])
-    return Task(tokenizer, [], prompts, held_out, functions)
+    task = Task(tokenizer, [], prompts, held_out, functions)
+    check_functions(task)
+    return task
 
 
 # ------------------------------------------------- Models of transformers ----------------------------------
@@ -804,7 +1059,7 @@ class Run:
         self.path = Path(args.resume or Path("runs", name, "checkpoint.pt"))
         self.completions = self.path.with_name("completions.jsonl")
         self.start_time = self.last_save = time.monotonic()
-        self.start, self.last_print = episodes, 0.0
+        self.start, self.last_print, self.is_updating = episodes, 0.0, False
         if RANK > 0:
             return
         folder = self.path.parent
@@ -814,6 +1069,7 @@ class Run:
             wandb.init(name=folder.name, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
         stop_tokens = [task.tokenizer.decode([token]) for token in task.stop_tokens] or "none"
         print(f"{args.total_episodes:,.0f} responses, seed {args.seed}, stop tokens: {stop_tokens}")
+        print(f"trained: {what_is_trained(models.actor)}")
         print(f"checkpoint {self.path}, curves: tensorboard --logdir runs", flush=True)
         self.writer = SummaryWriter(str(folder), purge_step=episodes)
         rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
@@ -824,7 +1080,7 @@ class Run:
                 Path(folder, path.name).write_bytes(path.read_bytes())
         if self.completions.exists():  # the last line may be incomplete, if the process was killed
             lines = self.completions.read_text(encoding="utf-8").split("\n")[:-1]
-            kept = [line + "\n" for line in lines if json.loads(line)["episodes"] < episodes]
+            kept = [line + "\n" for line in lines if episodes_of(line) < episodes]
             self.completions.write_text("".join(kept), encoding="utf-8")
 
     def save(self, episodes: int) -> None:
@@ -839,8 +1095,33 @@ class Run:
         torch.save(content | {"optimizer": self.optimizer.state_dict()}, self.path.with_suffix(".tmp"))
         self.path.with_suffix(".tmp").replace(self.path)
         if self.args.model:
-            self.models.actor.save_pretrained(self.path.parent / "model")
-            self.task.tokenizer.save_pretrained(self.path.parent / "model")
+            self.write_model("model")
+
+    def save_after(self, error: BaseException, episodes: int) -> None:
+        """Save what is learnt after an error; not if a second Ctrl-C ends an iteration's gradient steps."""
+        if RANK > 0 or (self.is_updating and isinstance(error, KeyboardInterrupt)):
+            return
+        self.save(episodes)
+        error.add_note(f"saved; to continue: --resume {self.path}")
+
+    def keep_best(self, episodes: int, metrics: dict[str, float]) -> None:
+        """Write the model to best/, too, if its evaluation is the best so far, by the sum of its rewards."""
+        if RANK > 0 or not (metrics and self.args.model):
+            return
+        file, total = self.path.with_name("best") / "evaluation.json", sum(metrics.values())
+        if file.exists() and json.loads(file.read_text())["sum"] >= total:
+            return
+        self.write_model("best")
+        file.write_text(json.dumps({"episodes": episodes, "sum": total} | metrics, indent=1))
+
+    def write_model(self, name: str) -> None:
+        """Write the model to a folder of the run. Until it is complete, the previous one stays."""
+        folder, new = self.path.with_name(name), self.path.with_name(f"{name}.tmp")
+        shutil.rmtree(new, ignore_errors=True)
+        self.models.actor.save_pretrained(new)
+        self.task.tokenizer.save_pretrained(new)
+        shutil.rmtree(folder, ignore_errors=True)
+        new.replace(folder)
 
     def log(self, episodes: int, metrics: dict[str, float], samples: dict) -> None:
         """Log an iteration or an evaluation; print evaluations, and all else every five seconds."""
@@ -848,10 +1129,11 @@ class Run:
             return
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, episodes)
-        with self.completions.open("a", encoding="utf-8") as file:
+        # Half a character, which JSON may have, is written as it stands there.
+        with self.completions.open("a", encoding="utf-8", errors="backslashreplace") as file:
             for values in zip(*samples.values(), strict=True):
                 sample = {"episodes": episodes} | dict(zip(samples, values, strict=True))
-                file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+                file.write(json.dumps(sample, ensure_ascii=False, default=str) + "\n")
         shown = [f"{name} {value:.3g}" for name, value in metrics.items() if name in SHOWN or "eval/" in name]
         now, done = time.monotonic(), episodes + self.args.batch_size - self.start
         if now - self.last_print < 5 and "eval/" not in " ".join(shown):
@@ -872,10 +1154,36 @@ class Run:
             dist.destroy_process_group()
 
 
-def load_checkpoint(path: str | Path) -> tuple[Args, dict]:
-    """The settings and the whole content of a checkpoint. Raises `ValueError` for any other file."""
+def what_is_trained(actor: nn.Module) -> str:
+    """How many of a model's parameters are trained; also of its experts and of their routers, if any."""
+    shares = []
+    for kind, pattern in (
+        ("parameters", ""),
+        ("of experts", r"\.experts\."),
+        ("of routers", r"\.(gate|router)\."),
+    ):
+        found = [p for name, p in actor.named_parameters() if re.search(pattern, name)]
+        total, trained = sum(p.numel() for p in found), sum(p.numel() for p in found if p.requires_grad)
+        if total:
+            shares.append(f"{trained:,} of {total:,} {kind} ({trained / total:.3g})")
+    return ", ".join(shares)
+
+
+def episodes_of(line: str) -> float:
+    """The number of responses before this line of completions.jsonl was written; infinite if it is broken."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        return json.loads(line)["episodes"]
+    except (ValueError, LookupError, TypeError):
+        return math.inf
+
+
+def load_checkpoint(path: str | Path) -> tuple[Args, dict]:
+    """The settings and the content of a checkpoint, of which tensors are read when they are used.
+
+    Raises `ValueError` for any other file.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return Args(**content["args"]), content
     except Exception as error:
         raise ValueError(f"{path} is not a checkpoint of this version of this script") from error
@@ -885,7 +1193,7 @@ def restore(path: str, models: Models, optimizer: Adam) -> int:
     """Continue the training in which this checkpoint was saved. Returns the number of responses so far."""
     _, content = load_checkpoint(path)
     models.load_state_dict(content["weights"], strict=not content["args"]["model"])
-    optimizer.load_state_dict(content["optimizer"])
+    optimizer.load_state_dict(copy.deepcopy(content["optimizer"]))  # tensors in memory, not of the file
     return content["episodes"]
 
 
@@ -909,7 +1217,7 @@ def check_bounds(args: Args) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be {limits}, not {value}")
 
 
-def check(args: Args) -> None:
+def check(args: Args, task: Task | None = None) -> None:
     """Raise `ValueError` for settings that cannot be right, before anything is written."""
     check_bounds(args)
     divisors = args.group_size * PROCESSES, args.num_minibatches * PROCESSES
@@ -918,6 +1226,8 @@ def check(args: Args) -> None:
         (any(args.batch_size % number for number in divisors),
          "--batch-size must be a multiple of --group-size and --num-minibatches, x processes"),
         (args.kl_in == "loss" and not args.kl_coef, "--kl-in loss needs a --kl-coef above 0"),
+        (args.kl_in == "loss" and args.ratio == "sequence", "--ratio sequence cannot go with --kl-in loss"),
+        (task and not args.model, "a task of your own needs --model"),
         (len({bool(args.model), bool(args.prompts), bool(args.reward_function)}) > 1,
          "--model, --prompts and --reward-function need each other"),
         (not args.model and others,

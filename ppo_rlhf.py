@@ -15,7 +15,7 @@ learns from the choices of a simulated human, and PPO trains the first with the 
 prompts of a file, one line of JSON each, such as {"prompt": "2 + 3 =", "answer": "5"}. A prompt is a text, or
 a list of chat messages. Responses and rewards are written to completions.jsonl in the run's folder. Rewards
 come from --reward-model, or from a function that takes B such lines as dicts and the texts of B responses,
-and returns B numbers:
+and returns B numbers. TRL's reward functions are called as TRL does:
 
     def reward(rows, responses):
         return [float(response.split()[-1:] == [row["answer"]]) for row, response in zip(rows, responses)]
@@ -25,6 +25,7 @@ and returns B numbers:
             Estimation", arXiv:1506.02438
   [RLHF]    Ouyang et al. 2022, "Training Language Models to Follow Instructions with Human Feedback",
             arXiv:2203.02155
+  [Ziegler] Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", arXiv:1909.08593
   [KL]      Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html
 
 Shapes: B responses in a batch; P tokens of the longest prompt, L of the longest response, S = P + L; V tokens
@@ -35,17 +36,19 @@ token can serve as padding.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import math
 import os
 import pkgutil
 import random
 import re
+import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -81,6 +84,7 @@ class Args:  # the trailing comments become --help
     reward_function: tuple[str, ...] = ()  # functions of rows and responses, as module:function; summed
     max_response_length: int = 8  # longer responses are cut off, and have no stop token
     missing_eos_penalty: float = 2.0  # subtracted from the score of a response without a stop token
+    reward_model_updates: int = 0  # reviews: iterations between updates of the reward model; 0: none
     temperature: float = 1.0  # divides the logits in sampling, and in every log-probability
     eval_temperature: float = 1.0  # divides the logits in evaluation; 0 is greedy
 
@@ -92,14 +96,19 @@ class Args:  # the trailing comments become --help
     learning_rate: float = 1e-3  # Adam's step size for the actor, decayed linearly to 0
     critic_learning_rate: float = 1e-3  # the same for the critic
     kl_coef: float = 0.1  # β: weight of the KL divergence from the reference in the reward
+    kl_target: float | None = None  # adapt β to keep this KL divergence, in nats per response ([Ziegler])
     gae_lambda: float = 1.0  # λ: trades bias (0) against variance (1) of the advantages; papers have 0.95
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
+    clip_vloss: bool = False  # also clip the change of the value to ±ε
+    ent_coef: float = 0.0  # c₂: weight of the entropy bonus
     max_grad_norm: float = 1.0  # clip the actor's gradient to this norm, and the critic's
 
     # Speed and memory
     device: str = "cpu"  # cpu, cuda or mps; small networks are fastest on the CPU
     micro_batch_size: int = 64  # responses per forward pass in learning: their logits are [64, L, V]
+    micro_batch_tokens: int = 16_384  # and at most so many tokens, with prompts and padding
     generation_batch_size: int = 256  # responses that are generated at once
+    cuda_graphs: bool = True  # with --model on an NVIDIA GPU: record a step of generation, and replay it
     bfloat16: bool = False  # needs --model; log-probabilities and trained weights stay in float32
     gradient_checkpointing: bool = False  # save memory by computing activations twice
     lora_rank: int = 0  # train adapters of this rank on frozen weights (needs peft); 0 trains all weights
@@ -123,13 +132,15 @@ BOUNDS = {
     "batch_size": (1, math.inf), "update_epochs": (1, 30), "num_minibatches": (1, math.inf),
     "learning_rate": (0, 1), "kl_coef": (0, 1e4), "clip_coef": (1e-3, 0.3), "max_grad_norm": (1e-6, math.inf),
     "micro_batch_size": (1, math.inf), "generation_batch_size": (1, math.inf), "lora_rank": (0, 2**16),
-    "critic_learning_rate": (0, 1), "gae_lambda": (0, 1), "missing_eos_penalty": (0, math.inf),
+    "micro_batch_tokens": (1, math.inf), "critic_learning_rate": (0, 1), "gae_lambda": (0, 1),
+    "missing_eos_penalty": (0, math.inf), "reward_model_updates": (0, math.inf), "kl_target": (1e-3, 1e4),
+    "ent_coef": (-10, 10),
 }  # fmt: skip
 
 # The defaults with --model
 PRETRAINED = Args(
     max_response_length=512, missing_eos_penalty=0.0, eval_temperature=0.0, learning_rate=1e-6,
-    critic_learning_rate=1e-5, micro_batch_size=4,
+    critic_learning_rate=1e-5, micro_batch_tokens=8192,
 )  # fmt: skip
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # how many there are, and the number of this one (torchrun)
 RANK = int(os.environ.get("RANK", 0)) if PROCESSES > 1 else 0
@@ -207,6 +218,8 @@ class Models(nn.Module):
     def __init__(self, actor: Any, critic: Any, reference: Any, reward_model: Any):
         super().__init__()
         self.actor, self.critic, self.reference, self.reward_model = actor, critic, reference, reward_model
+        # Of reviews: the row of the prompt, the response that the human chose, and the one that was rejected.
+        self.comparisons: list[tuple[dict, str, str]] = []
 
 
 class Task(NamedTuple):
@@ -228,13 +241,42 @@ class Responses(NamedTuple):
     mask: Tensor  # [B, L], true at the responses' tokens, which include the stop token
 
 
-def take(batch: Any, rows: Tensor) -> Any:
-    """These rows of a batch, without columns that are padding in all of them."""
+def read_lengths(batch: Any) -> list[list[int]]:
+    """The lengths of B prompts and of B responses. To read from a GPU is to wait for it: do it once."""
+    return torch.stack([batch.prompt_mask.sum(1), batch.mask.sum(1)]).tolist()
+
+
+def select_rows(batch: Any, rows: Tensor, prompt_length: int, length: int) -> Any:
+    """These rows of a batch, with the last columns of the prompts and the first ones of the responses."""
     part = type(batch)(*(column[rows] for column in batch))
-    prompt_length, length = part.prompt_mask.sum(1).max(), part.mask.sum(1).max()
     prompts = [column[:, -prompt_length:] for column in part[:2]]
     others = [column[:, :length] if column.dim() == 2 else column for column in part[2:]]
     return type(batch)(*prompts, *others)
+
+
+def micro_batches(batch: Any, rows: Tensor, lengths: list[list[int]], args: Args) -> Iterator[tuple]:
+    """Parts of these rows of a batch: the rows' numbers, and the rows without columns that are all padding.
+
+    Rows of similar length are together, --micro-batch-size rows and --micro-batch-tokens tokens at most (but
+    one row at least). `lengths` are those of all rows, by `read_lengths`.
+    """
+    prompt_lengths, response_lengths = lengths
+    parts: list[list[int]] = []
+    sizes: list[tuple[int, int]] = []  # of the longest prompt and of the longest response of each part
+    for row in sorted(rows.tolist(), key=response_lengths.__getitem__):
+        size = prompt_lengths[row], response_lengths[row]
+        if parts:
+            count = len(parts[-1]) + 1
+            larger = max(size[0], sizes[-1][0]), max(size[1], sizes[-1][1])
+            if count <= args.micro_batch_size and count * sum(larger) <= args.micro_batch_tokens:
+                parts[-1].append(row)
+                sizes[-1] = larger
+                continue
+        parts.append([row])
+        sizes.append(size)
+    order = torch.tensor([row for part in parts for row in part], device=batch.mask.device)
+    for part_rows, size in zip(order.split([len(part) for part in parts]), sizes, strict=True):
+        yield part_rows, select_rows(batch, part_rows, *size)
 
 
 def model_inputs(tokens: Tensor, attention: Tensor, past: Any = None, use_cache: bool = False) -> dict:
@@ -255,79 +297,195 @@ def generate(actor: nn.Module, task: Task, rows: list[dict], args: Args) -> tupl
     shape = len(rows), args.max_response_length
     responses, mask = prompts.new_zeros(shape), prompt_mask.new_zeros(shape)
     log_probs = torch.zeros(shape, device=args.device)
+    write = write_by_graph if can_use_graphs(actor, args) else write_responses
     with autocast(args):
-        for part in torch.arange(len(rows), device=args.device).split(args.generation_batch_size):
-            new, attention, past = prompts[part], prompt_mask[part], None
-            active = torch.ones_like(part, dtype=torch.bool)  # no stop token so far
-            for t in range(args.max_response_length):
-                output = actor(**model_inputs(new, attention, past, use_cache=True), logits_to_keep=1)
-                past = output.past_key_values
-                log_policy = torch.log_softmax(output.logits[:, -1].float() / max(args.temperature, 1e-6), 1)
-                new = torch.multinomial(log_policy.exp(), 1)
-                responses[part, t], mask[part, t] = new.squeeze(1), active
-                log_probs[part, t] = log_policy.gather(1, new).squeeze(1)
-                attention = torch.cat([attention, active.unsqueeze(1)], 1)
-                active = active & ~torch.isin(new.squeeze(1), stop_tokens)
-                if not active.any():
-                    break
+        for start in range(0, len(rows), args.generation_batch_size):
+            part = slice(start, start + args.generation_batch_size)
+            written = responses[part], mask[part], log_probs[part]  # views, to be filled
+            write(actor, prompts[part], prompt_mask[part], written, stop_tokens, args.temperature)
     length = mask.sum(1).max()
     return Responses(prompts, prompt_mask, responses[:, :length], mask[:, :length]), log_probs[:, :length]
 
 
+def sample(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """A token for each row of logits [B, V], and its log π, [B, 1] each. Temperature 0 is greedy."""
+    log_policy = torch.log_softmax(logits.float() / max(temperature, 1e-6), 1)
+    noise = torch.empty_like(log_policy).exponential_()
+    tokens = (log_policy.exp() / noise).argmax(1, keepdim=True)  # as `multinomial`, which reads from the GPU
+    return tokens, log_policy.gather(1, tokens)
+
+
+def write_responses(
+    actor: Any, prompts: Tensor, prompt_mask: Tensor, written: tuple, stop_tokens: Tensor, temperature: float
+) -> None:
+    """Write responses to B prompts, their mask and log π, [B, L] each, token by token, into `written`."""
+    responses, mask, log_probs = written
+    rows = torch.arange(len(prompts), device=prompts.device)
+    active = torch.ones_like(rows, dtype=torch.bool)  # no stop token so far
+    new, attention, past = prompts, prompt_mask, None
+    for t in range(responses.shape[1]):
+        output = actor(**model_inputs(new, attention, past, use_cache=True), logits_to_keep=1)
+        past = output.past_key_values
+        new, new_log_probs = sample(output.logits[:, -1], temperature)
+        responses[rows, t], mask[rows, t] = new.squeeze(1), active
+        log_probs[rows, t] = new_log_probs.squeeze(1)
+        attention = torch.cat([attention, active.unsqueeze(1)], 1)
+        active = active & (new != stop_tokens).all(1)
+        num_active = active.sum().item()
+        if num_active == 0:
+            break
+        layers = getattr(past, "layers", [])
+        can_select = layers and all(hasattr(layer, "batch_select_indices") for layer in layers)
+        if can_select and num_active <= len(rows) / 2:  # go on without the rows that have ended
+            kept = active.nonzero().squeeze(1)
+            past.batch_select_indices(kept)
+            rows, active, new, attention = rows[kept], active[kept], new[kept], attention[kept]
+
+
+def can_use_graphs(actor: Any, args: Args) -> bool:
+    """Whether `write_by_graph` can be used: on a GPU, if the model can have a cache of fixed size."""
+    if not (args.cuda_graphs and args.model and args.device.startswith("cuda")):
+        return False
+    from transformers.cache_utils import StaticCache, StaticLayer
+
+    config = actor.config
+    is_static = all(type(layer) is StaticLayer for layer in StaticCache(config, max_cache_len=8).layers)
+    return is_static and actor._can_compile_fullgraph and config._attn_implementation == "sdpa"
+
+
+def write_by_graph(
+    actor: Any, prompts: Tensor, prompt_mask: Tensor, written: tuple, stop_tokens: Tensor, temperature: float
+) -> None:
+    """As `write_responses`, but the third step is recorded as a CUDA graph, and replayed for all that follow.
+
+    For each token, a GPU waits for the CPU to start thousands of small computations; a graph starts them at
+    once. It repeats them on the same memory: all that changes from step to step is a tensor that is changed
+    in place.
+    """
+    from transformers import StaticCache
+
+    class Cache(StaticCache):
+        """Keys are kept in the precision of attention, as values are: there, autocast would round them."""
+
+        def update(self, keys: Tensor, values: Tensor, *others: Any, **more: Any) -> Any:
+            return super().update(keys.to(values.dtype), values, *others, **more)
+
+    responses, mask, log_probs = written
+    (size, prompt_length), length = prompts.shape, responses.shape[1]
+    capacity = math.ceil((prompt_length + length) / 8) * 8  # attention is fastest with a multiple of 8
+    cache = Cache(actor.config, max_cache_len=capacity)
+    visible = F.pad(prompt_mask, (0, capacity - prompt_length))  # [B, S], what is not padding, so far
+    token, position = prompts[:, -1:].clone(), prompt_mask.sum(1, keepdim=True) - 1
+    active = torch.ones(size, 1, dtype=torch.bool, device=prompts.device)
+    t = torch.zeros(1, dtype=torch.long, device=prompts.device)
+
+    def choose(logits: Tensor) -> None:
+        new, new_log_probs = sample(logits[:, -1], temperature)
+        responses.index_copy_(1, t, new)
+        mask.index_copy_(1, t, active)
+        log_probs.index_copy_(1, t, new_log_probs)
+        visible.index_copy_(1, prompt_length + t, active)
+        active.logical_and_((new != stop_tokens).all(1, keepdim=True))
+        token.copy_(new)
+        position.add_(1)
+        t.add_(1)
+
+    def step() -> None:
+        inputs = {"input_ids": token, "attention_mask": visible[:, None, None], "position_ids": position}
+        choose(actor(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits)
+
+    inputs = model_inputs(prompts, prompt_mask, cache, use_cache=True)
+    causal = torch.ones(prompt_length, capacity, dtype=torch.bool, device=prompts.device).tril()
+    itself = torch.eye(
+        prompt_length, capacity, dtype=torch.bool, device=prompts.device
+    )  # padding sees itself
+    inputs["attention_mask"] = visible[:, None, None] & causal | itself
+    choose(actor(**inputs, logits_to_keep=1).logits)
+    for number in range(1, length):
+        if number % 16 == 0 and not active.any():
+            break
+        if number == 1:
+            step()  # memory is set up, and weights are rounded by autocast, which keeps them
+        elif number == 2:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()  # recorded, not done
+        if number > 1:
+            graph.replay()
+
+
 class TokenLogProbs(torch.autograd.Function):
-    """log π [B, S] of tokens [B, S, 1] from their logits [B, S, V], which are divided by the temperature.
+    """log π [B, S] of tokens [B, S, 1] and the entropy [B, S] of π, from logits [B, S, V] over a temperature.
 
     For large vocabularies, logits take most of the memory. They are there once: softmax is computed for 256
-    tokens at a time, and in the backward pass their gradient, 1(v = token) - π(v), takes their place.
+    tokens at a time, and in the backward pass their gradient takes their place. By the logit of v, log π of
+    the token has the gradient 1(v = token) - π(v), and the entropy H has -π(v) (log π(v) + H).
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-        chunks = logits.flatten(0, 1).split(256)
-        log_z = torch.cat([(chunk / temperature).logsumexp(1) for chunk in chunks]).view(tokens.shape)
-        ctx.save_for_backward(logits, tokens, log_z)
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        log_z, entropy = (
+            torch.empty_like(tokens, dtype=logits.dtype),
+            torch.empty_like(tokens, dtype=logits.dtype),
+        )
+        chunks = zip(*(x.flatten(0, 1).split(256) for x in (logits, log_z, entropy)), strict=True)
+        for chunk, chunk_log_z, chunk_entropy in chunks:
+            scaled = chunk / temperature
+            chunk_log_z.copy_(scaled.logsumexp(1, keepdim=True))
+            policy = scaled.sub_(chunk_log_z).exp_()
+            chunk_entropy.copy_(torch.special.entr(policy).sum(1, keepdim=True))
+        ctx.save_for_backward(logits, tokens, log_z, entropy)
         ctx.temperature = temperature
-        return (logits.gather(2, tokens) / temperature - log_z).squeeze(2)
+        ctx.set_materialize_grads(False)
+        return (logits.gather(2, tokens) / temperature - log_z).squeeze(2), entropy.squeeze(2)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        logits, tokens, log_z = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor, entropy_gradient: Tensor | None) -> tuple[Tensor, None, None]:
+        logits, tokens, log_z, entropy = ctx.saved_tensors
         policy = logits.div_(ctx.temperature).sub_(log_z).exp_()
         gradient = gradient.unsqueeze(2) / ctx.temperature
-        return policy.mul_(-gradient).scatter_add_(2, tokens, gradient), None, None
+        if entropy_gradient is None:
+            return policy.mul_(-gradient).scatter_add_(2, tokens, gradient), None, None
+        entropy_gradient = entropy_gradient.unsqueeze(2) / ctx.temperature
+        columns = policy, gradient, entropy_gradient, entropy
+        for chunk, g, entropy_g, h in zip(*(x.flatten(0, 1).split(256) for x in columns), strict=True):
+            entropy_part = entropy_g * (torch.xlogy(chunk, chunk) + chunk * h)
+            chunk.mul_(-g).sub_(entropy_part)
+        return policy.scatter_add_(2, tokens, gradient), None, None
 
 
-def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> Tensor:
-    """log π [B, L] of the responses' tokens, where π is the policy that acts, with its temperature."""
+def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> tuple[Tensor, Tensor]:
+    """log π of the responses' tokens and π's entropy at each, [B, L], where π acts with this temperature."""
     tokens = torch.cat([batch.prompts, batch.responses], 1)
     attention = torch.cat([batch.prompt_mask, batch.mask], 1)
     length = batch.mask.shape[1]
     output = model(**model_inputs(tokens, attention), logits_to_keep=length + 1)
     logits = output.logits.float()  # of the last tokens, or of all; not sliced, which would take memory
     following = F.pad(tokens[:, 1:], (0, 1))[:, -logits.shape[1] :].unsqueeze(2)
-    return TokenLogProbs.apply(logits, following, temperature)[:, -length - 1 : -1]
+    log_probs, entropy = TokenLogProbs.apply(logits, following, temperature)
+    return log_probs[:, -length - 1 : -1], entropy[:, -length - 1 : -1]
 
 
 @torch.no_grad()
-def in_parts(function: Callable[[Responses], Tensor], batch: Responses, args: Args) -> Tensor:
-    """The outputs [B, L] or [B, L + 1] of a function, as [B, L + 1]; --micro-batch-size rows at a time."""
-    outputs = torch.zeros(len(batch.mask), batch.mask.shape[1] + 1, device=args.device)
-    for rows in batch.mask.sum(1).argsort().split(args.micro_batch_size):  # those of similar length together
+def in_micro_batches(function: Callable[[Responses], Tensor], batch: Responses, args: Args) -> Tensor:
+    """The outputs [B, L] of a function of parts of a batch; 0 beyond what it returns for a part."""
+    outputs = torch.zeros(batch.mask.shape, device=args.device)
+    for rows, part in micro_batches(batch, torch.arange(len(outputs)), read_lengths(batch), args):
         with autocast(args):
-            part_outputs = function(take(batch, rows))
+            part_outputs = function(part)
         outputs[rows, : part_outputs.shape[1]] = part_outputs
     return outputs
 
 
 def all_log_probs(model: nn.Module, batch: Responses, args: Args) -> Tensor:
     """log π [B, L] of the responses' tokens, without gradients."""
-    return in_parts(lambda part: token_log_probs(model, part, args.temperature), batch, args)[:, :-1]
+    return in_micro_batches(lambda part: token_log_probs(model, part, args.temperature)[0], batch, args)
 
 
 def check_sampling(difference: Tensor, mask: Tensor) -> dict[str, float]:
     """Metrics of the difference [B, L] between log π in sampling and in learning: it must be rounding."""
     average, largest = masked_mean(difference.abs(), mask).item(), (difference.abs() * mask).max().item()
-    if average > 0.5:
+    if not average <= 0.5:  # larger, or not a number
         raise FloatingPointError(f"log π differs by {average:.2f} from sampling: no past_key_values?")
     name = "sampling/sampling_logp_difference"
     return {f"{name}/mean": average, f"{name}/max": largest}
@@ -339,16 +497,20 @@ def ended(batch: Responses, task: Task) -> Tensor:
     return (torch.isin(batch.responses, stop_tokens) & batch.mask).any(1)
 
 
+def last_output(model: nn.Module, batch: Responses) -> Tensor:
+    """A reward model's outputs [B, 1] after the last token of each response."""
+    return model(batch).gather(1, batch.mask.sum(1, keepdim=True))
+
+
 def score(models: Models, task: Task, rows: list[dict], batch: Responses, args: Args) -> dict[str, Tensor]:
     """Rewards [B] by the reward model and by each reward function, and for missing stop tokens."""
     rewards = {"missing_eos": torch.where(ended(batch, task), 0.0, -args.missing_eos_penalty)}
     if models.reward_model is not None:
-        outputs = in_parts(models.reward_model, batch, args)
-        rewards["reward_model"] = outputs.gather(1, batch.mask.sum(1, keepdim=True)).squeeze(1)
-    texts = decode(task.tokenizer, batch)
-    for name, function in task.reward_functions.items():
-        rewards[name] = call_reward(name, function, rows, texts).to(args.device)
-    return rewards
+        rewards["reward_model"] = in_micro_batches(partial(last_output, models.reward_model), batch, args)[
+            :, 0
+        ]
+    functions = call_functions(task, rows, batch, may_be_none=models.reward_model is not None)
+    return rewards | {name: values.to(args.device) for name, values in functions.items()}
 
 
 # ------------------------------------------------- Equations ------------------------------------------------
@@ -360,9 +522,9 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return total / count
 
 
-def mean(x: Tensor) -> float:
-    """Mean of x over all processes."""
-    return masked_mean(x, torch.ones_like(x, dtype=torch.float32)).item()
+def mean_over_processes(x: Tensor) -> float:
+    """Mean of x over all processes, without what is not a number: where a reward function gave None."""
+    return masked_mean(x.nan_to_num(), ~x.isnan()).item()
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
@@ -410,17 +572,18 @@ class Batch(NamedTuple):
     responses: Tensor  # [B, L]
     mask: Tensor  # [B, L]
     log_probs: Tensor  # [B, L], log π_old
+    values: Tensor  # [B, L], V_old
     advantages: Tensor  # [B, L]
     returns: Tensor  # [B, L]
 
 
 def ppo_loss(models: Models, batch: Batch, num_tokens: Tensor, args: Args) -> tuple[Tensor, dict]:
-    """The loss to minimise ([PPO], equation 9, negated; no entropy bonus), and metrics.
+    """The loss to minimise ([PPO], equation 9, negated), and metrics.
 
     They are sums divided by the whole minibatch's number of tokens: those of its parts add up to means. The
-    losses need no weights, as actor and critic are separate networks with learning rates of their own.
+    value loss needs no weight c₁, as actor and critic are separate networks with learning rates of their own.
     """
-    log_probs = token_log_probs(models.actor, batch, args.temperature)
+    log_probs, entropy = token_log_probs(models.actor, batch, args.temperature)
     log_ratio = (log_probs - batch.log_probs) * batch.mask
     ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s)
     # L^CLIP = E[min(r A, clip(r, 1 - ε, 1 + ε) A)] ([PPO], equation 7)
@@ -429,36 +592,59 @@ def ppo_loss(models: Models, batch: Batch, num_tokens: Tensor, args: Args) -> tu
 
     values = models.critic(batch)[:, :-1]
     value_loss = 0.5 * (values - batch.returns).square()
+    if args.clip_vloss:  # the larger of this, and that of the value clipped to V_old ± ε
+        clipped_values = batch.values + (values - batch.values).clamp(-args.clip_coef, args.clip_coef)
+        value_loss = torch.max(value_loss, 0.5 * (clipped_values - batch.returns).square())
 
+    losses = policy_loss + value_loss
+    if args.ent_coef:
+        losses = losses - args.ent_coef * entropy
     metrics = {
         "loss/policy_avg": policy_loss,
         "loss/value_avg": value_loss,
+        "policy/entropy_avg": entropy,
         "policy/approxkl_avg": 0.5 * log_ratio.square(),
         "policy/clipfrac_avg": ratio * batch.advantages > clipped_ratio * batch.advantages,  # no gradient
     }
     means = {name: (x.detach() * batch.mask).sum() / num_tokens for name, x in metrics.items()}
-    return ((policy_loss + value_loss) * batch.mask).sum() / num_tokens, means
+    return (losses * batch.mask).sum() / num_tokens, means
 
 
 # ------------------------------------------------- Algorithm ------------------------------------------------
 
 
 @torch.no_grad()
-def collect(models: Models, task: Task, args: Args) -> tuple[Batch, dict, dict]:
-    """Responses to B prompts with estimated advantages; also metrics, and what is to be written."""
-    rows = [task.prompts[i] for i in torch.randint(len(task.prompts), (args.batch_size // PROCESSES,))]
+def collect(models: Models, task: Task, args: Args, episodes: int = 0) -> tuple[Batch, dict, dict]:
+    """Responses to the next B prompts with estimated advantages; also metrics, and what is to be written.
+
+    An example with B = 2, β = 0.1, λ = 1, and scores of 1 for the first response and 0 for the second. The
+    second prompt has two tokens, and padding before them; the first response ends with a stop token after
+    two tokens, and has padding after them:
+
+        prompts     [[5, 6, 7], [-, 8, 9]]          prompt_mask   [[1, 1, 1], [0, 1, 1]]
+        responses   [[3, stop, -], [4, 4, stop]]    mask          [[1, 1, 0], [1, 1, 1]]
+        kl          [[0.5, 0, -], [0, -1, 0]]       log π - log π_ref of each token
+        rewards     [[-0.05, 1, -], [0, 0.1, 0]]    -β kl, and the score at the last token
+        values      [[0.2, 0.4, -], [0.3, 0, 0]]    of the critic, before each token
+        advantages  [[0.75, 0.6, -], [-0.2, 0.1, 0]]    sum of the rewards from here, less the value
+        returns     [[0.95, 1, -], [0.1, 0.1, 0]]   what the critic is to predict
+
+    Then the advantages are whitened: they get mean 0 and deviation 1 over the five tokens.
+    """
+    count = args.batch_size // PROCESSES
+    rows = next_prompts(task.prompts, episodes + RANK * count, count, args.seed)
     responses, sampled_log_probs = generate(models.actor, task, rows, args)
     # log π is computed anew, in the same way as in the update: at first, the ratio is 1.
     log_probs = all_log_probs(models.actor, responses, args)
     ref_log_probs = all_log_probs(models.reference, responses, args)
-    values = in_parts(models.critic, responses, args)[:, :-1]
+    values = in_micro_batches(lambda part: models.critic(part)[:, :-1], responses, args)
     rewards = score(models, task, rows, responses, args)
-    scores = torch.stack(list(rewards.values())).sum(0)
+    scores = torch.stack(list(rewards.values())).nansum(0)
     mask = responses.mask
     kl = (log_probs - ref_log_probs) * mask
     rewards_per_token = token_rewards(scores, kl, mask, args.kl_coef)
     advantages, returns = compute_gae(rewards_per_token, values, mask, args.gae_lambda)
-    batch = Batch(*responses, log_probs, whiten(advantages, mask), returns)
+    batch = Batch(*responses, log_probs, values, whiten(advantages, mask), returns)
 
     means = {f"rewards/{name}": values for name, values in rewards.items()} | {
         "reward": scores,
@@ -468,12 +654,12 @@ def collect(models: Models, task: Task, args: Args) -> tuple[Batch, dict, dict]:
         "completions/clipped_ratio": ~ended(responses, task),
     }
     error, spread = (masked_mean((x - masked_mean(x, mask)).square(), mask) for x in (advantages, returns))
-    metrics = {name: mean(values) for name, values in means.items()} | {
+    metrics = {name: mean_over_processes(values) for name, values in means.items()} | {
         "entropy": -masked_mean(log_probs, mask).item(),  # an estimate, in nats per token
         "val/explained_variance": 1 - (error / (spread + 1e-8)).item(),
     }
     samples = {"response": decode(task.tokenizer, responses), "row": rows, "reward": scores.tolist()}
-    samples |= {name: values.tolist() for name, values in rewards.items()}
+    samples |= {name: without_nan(values) for name, values in rewards.items()}
     return batch, metrics | check_sampling(sampled_log_probs - log_probs, mask), samples
 
 
@@ -483,15 +669,15 @@ def update(models: Models, optimizer: Adam, batch: Batch, args: Args) -> dict[st
     A minibatch's gradient is the sum of those of its micro-batches, over all processes.
     """
     sums: dict[str, Tensor] = {}  # of metrics, still as tensors: reading them would wait for the GPU
+    lengths = read_lengths(batch)
     for _ in range(args.update_epochs):
-        order = torch.randperm(len(batch.mask)).to(args.device)
+        order = torch.randperm(len(batch.mask))
         for rows in order.split(len(order) // args.num_minibatches):
-            lengths = batch.mask[rows].sum(1)
-            num_tokens = sum_over_processes(lengths.sum())
-            optimizer.zero_grad()
-            for part_rows in rows[lengths.argsort()].split(args.micro_batch_size):
+            num_tokens = torch.tensor(sum(lengths[1][row] for row in rows.tolist()), device=args.device)
+            sum_over_processes(num_tokens)
+            for _, part in micro_batches(batch, rows, lengths, args):
                 with autocast(args):
-                    loss, metrics = ppo_loss(models, take(batch, part_rows), num_tokens, args)
+                    loss, metrics = ppo_loss(models, part, num_tokens, args)
                 loss.backward()
                 for name, value in metrics.items():
                     sums[name] = sums.get(name, 0) + value
@@ -501,46 +687,67 @@ def update(models: Models, optimizer: Adam, batch: Batch, args: Args) -> dict[st
                 norm = clip_grad_norm_(group["params"], args.max_grad_norm, error_if_nonfinite=True)
                 sums[name] = sums.get(name, 0) + norm / PROCESSES
             optimizer.step()
+            optimizer.zero_grad()  # now, so that no gradients take memory while responses are generated
     steps = args.update_epochs * args.num_minibatches
     return {name: sum_over_processes(total).item() / steps for name, total in sums.items()}
 
 
+def adapted_kl_coef(kl: float, args: Args) -> float:
+    """β after an iteration with this KL divergence: larger if it is above --kl-target ([Ziegler], §2.2)."""
+    if args.kl_target is None:
+        return args.kl_coef
+    error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
+    return args.kl_coef * (1 + 0.1 * error)
+
+
 def train(args: Args, task: Task | None = None) -> Path:
-    """PPO ([PPO], Algorithm 1) from human feedback. Returns the checkpoint's path."""
+    """PPO ([PPO], Algorithm 1) from human feedback. Returns the checkpoint's path.
+
+    Raises `ValueError` for invalid settings. After an error anywhere, the checkpoint has all gradient steps.
+    """
     args = replace(args)  # a copy, in which NumPy's numbers are plain ones
-    check(args)
-    if args.device == "cuda":  # each process has a GPU
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    check(args, task)
+    use_device(args)
     torch.manual_seed(args.seed)
     models, task = load_pretrained(args, task or load_task(args)) if args.model else make_reviews(args)
+    models.eval()  # no dropout: with it, the first ratio would not be 1
     networks = models.actor, models.critic
     groups = [[p for p in network.parameters() if p.requires_grad] for network in networks]
     optimizer = Adam([{"params": group} for group in groups], fused=True)
     connect(models, args)  # after Adam is made: what it imports would keep the connection open at exit
     episodes = restore(args.resume, models, optimizer) if args.resume else 0
     run = Run(args, models, optimizer, task, episodes)
-    while episodes < args.total_episodes and not stopped(args):
-        torch.manual_seed(10**9 * args.seed + episodes + RANK)  # a resumed run draws the same numbers
-        due = episodes // args.batch_size % args.eval_every == 0
-        if due or time.monotonic() - run.last_save > 600:
-            run.save(episodes)
-        metrics = evaluate(models, task, args) if due else {}
-        try:
-            batch, batch_metrics, samples = collect(models, task, args)
-        except BaseException as error:  # of a reward function, or a second Ctrl-C
-            run.save(episodes)
-            error.add_note(f"saved; to continue: --resume {run.path}")
-            raise
-        remaining = 1 - episodes / args.total_episodes
-        rates = {"lr": args.learning_rate * remaining, "critic_lr": args.critic_learning_rate * remaining}
-        for group, rate in zip(optimizer.param_groups, rates.values(), strict=True):
-            group["lr"] = rate
-        metrics |= batch_metrics | update(models, optimizer, batch, args) | rates
-        run.log(episodes, metrics, samples)
-        episodes += args.batch_size
-    run.save(episodes)
-    if episodes >= args.total_episodes:
-        run.log(episodes, evaluate(models, task, args), {})
+    try:
+        while episodes < args.total_episodes and not stopped(args):
+            torch.manual_seed(10**9 * args.seed + episodes + RANK)  # a resumed run draws the same numbers
+            metrics = {}
+            if episodes // args.batch_size % args.eval_every == 0:
+                metrics = evaluate(models, task, args)
+                run.keep_best(episodes, metrics)
+                run.save(episodes)
+            elif time.monotonic() - run.last_save > 600:
+                run.save(episodes)
+            batch, batch_metrics, samples = collect(models, task, args, episodes)
+            remaining = 1 - episodes / args.total_episodes
+            rates = {"lr": args.learning_rate * remaining, "critic_lr": args.critic_learning_rate * remaining}
+            for group, rate in zip(optimizer.param_groups, rates.values(), strict=True):
+                group["lr"] = rate
+            metrics |= batch_metrics | rates | {"kl_coef": args.kl_coef}
+            run.is_updating = True
+            metrics |= update(models, optimizer, batch, args)
+            args.kl_coef = adapted_kl_coef(metrics["objective/kl"], args)
+            episodes += args.batch_size
+            update_reward_model(models, task, args, episodes // args.batch_size)
+            run.is_updating = False
+            run.log(episodes - args.batch_size, metrics, samples)
+        run.save(episodes)
+        if episodes >= args.total_episodes:
+            metrics = evaluate(models, task, args)
+            run.keep_best(episodes, metrics)
+            run.log(episodes, metrics, {})
+    except BaseException as error:
+        run.save_after(error, episodes)
+        raise
     run.finish()
     return run.path
 
@@ -563,20 +770,52 @@ def pad(rows: list[list[int]], side: str, device: str) -> tuple[Tensor, Tensor]:
     return rnn.pad_sequence(tokens, True, 0, side), rnn.pad_sequence(masks, True, 0, side)
 
 
+def next_prompts(prompts: list[dict], first: int, count: int, seed: int) -> list[dict]:
+    """Prompts from the number `first` on: all are used in a random order, then again in another one."""
+    orders: dict[int, list[int]] = {}  # by the number of the pass over all prompts
+    rows = []
+    for number in range(first, first + count):
+        lap, place = divmod(number, len(prompts))
+        if lap not in orders:
+            generator = torch.Generator().manual_seed(10**9 * seed + lap)
+            orders[lap] = torch.randperm(len(prompts), generator=generator).tolist()
+        rows.append(prompts[orders[lap][place]])
+    return rows
+
+
 def encode(tokenizer: Any, prompt: str | list[dict]) -> list[int]:
-    """The tokens of a prompt: a text, or a list of chat messages."""
+    """The tokens of a prompt: a text, or a list of chat messages, of which the last may be half an answer."""
     if not isinstance(prompt, str):
-        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        check_messages(prompt)
+        more: dict[str, Any] = {"add_generation_prompt": True}
+        if prompt[-1]["role"] == "assistant":
+            more = {"continue_final_message": True}
+        return tokenizer.apply_chat_template(prompt, return_dict=False, **more)
     tokens = tokenizer.encode(prompt)
     start = tokens[:2] == [tokenizer.bos_token_id] * 2  # the text begins with a start token, too
     end = len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id  # some tokenizers append one
     return tokens[start : len(tokens) - end]
 
 
+def check_messages(messages: Any) -> None:
+    """Raise `ValueError` for what is not a list of chat messages with a role and a text each."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"a prompt is a text or a list of messages, not {messages!r}")
+    for message in messages:
+        is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
+        if not is_message or not isinstance(message.get("content"), str):
+            raise ValueError(f'a message is {{"role": "user", "content": "a text"}}, not {message!r}')
+
+
+def response_tokens(batch: Responses) -> list[list[int]]:
+    """The tokens of B responses, with the stop token."""
+    pairs = zip(batch.responses.tolist(), batch.mask.sum(1).tolist(), strict=True)
+    return [tokens[:length] for tokens, length in pairs]
+
+
 def decode(tokenizer: Any, batch: Responses) -> list[str]:
     """The texts of B responses, without special tokens."""
-    pairs = zip(batch.responses.cpu(), batch.mask.cpu(), strict=True)
-    return [tokenizer.decode(tokens[mask].tolist(), skip_special_tokens=True) for tokens, mask in pairs]
+    return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in response_tokens(batch)]
 
 
 def tokenize(task: Task, rows: list[dict], texts: list[str], args: Args) -> Responses:
@@ -587,13 +826,66 @@ def tokenize(task: Task, rows: list[dict], texts: list[str], args: Args) -> Resp
     return Responses(*pad(prompts, "left", args.device), *pad(responses, "right", args.device))
 
 
-def call_reward(name: str, function: Callable, rows: list[dict], texts: list[str]) -> Tensor:
-    """Rewards [B] of B responses by a function. Raises `ValueError` if they are not B finite numbers."""
-    results = function(rows, texts)
-    rewards = torch.as_tensor([] if results is None else results, dtype=torch.float32, device="cpu")
-    if rewards.shape != (len(texts),) or not rewards.isfinite().all():
-        raise ValueError(f"{name} must return {len(texts)} finite numbers, not {results}")
+def call_reward(
+    name: str, function: Callable, rows: list[dict], texts: list[str], tokens: list[list[int]]
+) -> Tensor:
+    """Rewards [B] of B responses by a function; NaN where it gives None.
+
+    A function that has a parameter `tokens` gets the responses' tokens, too; one that has a parameter
+    `completions` is called as TRL does. Raises `ValueError` if the results are not B finite numbers or None.
+    """
+    rows, texts = copy.deepcopy(rows), list(texts)  # a function may change what it gets
+    parameters = inspect.signature(function).parameters
+    if "completions" in parameters:
+        columns = {key: [row.get(key) for row in rows] for row in rows for key in row if key != "prompt"}
+        prompts = [row["prompt"] for row in rows]
+        completions: list[Any] = [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        results = function(prompts=prompts, completions=completions, completion_ids=tokens, **columns)
+    elif "tokens" in parameters:
+        results = function(rows, texts, tokens=tokens)
+    else:
+        results = function(rows, texts)
+    values = results.tolist() if hasattr(results, "tolist") else results  # of PyTorch or NumPy
+    try:
+        if not isinstance(values, (list, tuple)):
+            raise TypeError
+        rewards = torch.tensor([math.nan if value is None else float(value) for value in values])
+        known = torch.tensor([value is not None for value in values])
+        if len(values) != len(texts) or not rewards[known].isfinite().all():
+            raise ValueError
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must return {len(texts)} finite numbers, not {results!r:.200}") from None
     return rewards
+
+
+def call_functions(task: Task, rows: list[dict], batch: Responses, may_be_none: bool = False) -> dict:
+    """Rewards [B] by each reward function. Raises `ValueError` if all of them give None for a response."""
+    texts, tokens = decode(task.tokenizer, batch), response_tokens(batch)
+    rewards = {}
+    for name, function in task.reward_functions.items():
+        rewards[name] = call_reward(name, function, rows, texts, copy.deepcopy(tokens))
+    if rewards and not may_be_none:
+        unknown = torch.stack(list(rewards.values())).isnan().all(0)
+        if unknown.any():
+            row = rows[int(unknown.nonzero()[0])]
+            raise ValueError(f"no function of {', '.join(rewards)} gives a reward for {row!r:.200}")
+    return rewards
+
+
+def check_functions(task: Task, may_be_none: bool = False) -> None:
+    """Try the reward functions on a prompt with two empty responses."""
+    nothing = torch.zeros(2, 0, dtype=torch.long)
+    call_functions(
+        task, task.prompts[:1] * 2, Responses(nothing, nothing > 0, nothing, nothing > 0), may_be_none
+    )
+
+
+def without_nan(values: Tensor) -> list[float | None]:
+    """The numbers of a tensor [B], as JSON can have them."""
+    return [None if math.isnan(value) else value for value in values.tolist()]
 
 
 def evaluate(models: Models, task: Task, args: Args) -> dict[str, float]:
@@ -605,7 +897,7 @@ def evaluate(models: Models, task: Task, args: Args) -> dict[str, float]:
     rewards = score(models, task, rows, responses, args)
     if not args.model:
         rewards["gold"] = tastes(rows, decode(task.tokenizer, responses)).to(args.device)
-    return {f"eval/{name}": mean(values) for name, values in rewards.items()}
+    return {f"eval/{name}": mean_over_processes(values) for name, values in rewards.items()}
 
 
 def autocast(args: Args) -> torch.autocast:
@@ -613,9 +905,16 @@ def autocast(args: Args) -> torch.autocast:
     return torch.autocast(args.device.partition(":")[0], torch.bfloat16, enabled=args.bfloat16)
 
 
+def use_device(args: Args) -> None:
+    """Choose this process's GPU. With --bfloat16, it computes float32 in TF32: the last layer, above all."""
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if args.device.startswith("cuda") and args.bfloat16:
+        torch.set_float32_matmul_precision("high")
+
+
 def connect(models: Models, args: Args) -> None:
     """Connect the processes that torchrun started, and give all of them the weights of the first."""
-    models.eval()  # no dropout: with it, the first ratio would not be 1
     if PROCESSES > 1:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
         for tensor in models.state_dict().values():
@@ -669,6 +968,7 @@ def make_reviews(args: Args) -> tuple[Models, Task]:
     reference = copy.deepcopy(actor).requires_grad_(False)
     models = Models(actor, reward_model, reference, reward_model.requires_grad_(False))
     if not args.resume:
+        compare_responses(models, task, 6000, args)
         learn_from_comparisons(models, task, args)
     models.critic = copy.deepcopy(reward_model).requires_grad_(True)
     return models, task
@@ -712,34 +1012,57 @@ def learn_to_write(actor: GPT, task: Task, write: Callable, learning_rate: float
     def compute_loss() -> Tensor:
         rows = rng.choices(task.prompts, k=128)
         batch = tokenize(task, rows, [write(rng, row) for row in rows], args)
-        log_probs = token_log_probs(actor, batch, temperature=1.0)
+        log_probs, _ = token_log_probs(actor, batch, temperature=1.0)
         return -(log_probs * batch.mask).sum() / batch.mask.sum()
 
     fit(actor, compute_loss, 600, learning_rate, "supervised learning")
 
 
-def learn_from_comparisons(models: Models, task: Task, args: Args) -> None:
-    """Let the human compare 6,000 pairs of responses, and the reward model learn from the choices.
+def compare_responses(models: Models, task: Task, count: int, args: Args) -> None:
+    """Let the human compare pairs of the actor's responses, for the reward model to learn from.
 
     The human prefers a to b with probability σ(2 (taste(a) - taste(b))), which is the Bradley-Terry model.
-    The reward model maximises log σ(score(chosen) - score(rejected)) ([RLHF], equation 1).
     """
-    count = 6000
     rows = [task.prompts[i] for i in torch.randint(len(task.prompts), (count,))]
     responses, _ = generate(models.actor, task, rows + rows, args)
-    taste = tastes(rows + rows, decode(task.tokenizer, responses))
+    texts = decode(task.tokenizer, responses)
+    taste = tastes(rows + rows, texts)
     prefers_first = torch.rand(count) < torch.sigmoid(2 * (taste[:count] - taste[count:]))
-    first, second = torch.arange(2 * count).split(count)
-    chosen, rejected = torch.where(prefers_first, first, second), torch.where(prefers_first, second, first)
+    for i, row in enumerate(rows):
+        pair = texts[i], texts[count + i]
+        chosen, rejected = pair if prefers_first[i] else pair[::-1]
+        models.comparisons.append((row, chosen, rejected))
+
+
+def learn_from_comparisons(models: Models, task: Task, args: Args) -> None:
+    """Let the reward model maximise log σ(score(chosen) - score(rejected)) ([RLHF], equation 1)."""
+    count = len(models.comparisons)
 
     def compute_loss() -> Tensor:
-        pairs = torch.randint(count, (64,))
-        batch = take(responses, torch.cat([chosen[pairs], rejected[pairs]]))
-        scores = models.reward_model(batch).gather(1, batch.mask.sum(1, keepdim=True))
+        pairs = [models.comparisons[i] for i in torch.randint(count, (64,)).tolist()]
+        rows, chosen, rejected = (list(column) for column in zip(*pairs, strict=True))
+        scores = last_output(models.reward_model, tokenize(task, rows + rows, chosen + rejected, args))
         return -F.logsigmoid(scores[:64] - scores[64:]).mean()
 
     fit(models.reward_model, compute_loss, 3 * count // 64, 1e-3, "reward model")
     models.reward_model.requires_grad_(False)
+
+
+def update_reward_model(models: Models, task: Task, args: Args, iteration: int) -> None:
+    """Iterated RLHF ([RLHF], §3.1): the reward model learns from comparisons of the actor's responses, too.
+
+    Choices say nothing of the level of scores: the mean of the first responses stays what it was.
+    """
+    if not args.reward_model_updates or iteration % args.reward_model_updates:
+        return
+    torch.manual_seed(10**9 * args.seed + iteration)  # all processes draw the same pairs
+    rows, chosen, _ = (list(column) for column in zip(*models.comparisons[:1000], strict=True))
+    first_responses = tokenize(task, rows, chosen, args)
+    before = last_output(models.reward_model, first_responses).mean()
+    compare_responses(models, task, 1500, args)
+    learn_from_comparisons(models, task, args)
+    with torch.no_grad():
+        models.reward_model.head.bias += before - last_output(models.reward_model, first_responses).mean()
 
 
 def fit(network: nn.Module, compute_loss: Callable, steps: int, learning_rate: float, name: str) -> None:
@@ -747,11 +1070,11 @@ def fit(network: nn.Module, compute_loss: Callable, steps: int, learning_rate: f
     optimizer = Adam(network.requires_grad_(True).parameters(), learning_rate, fused=True)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = learning_rate * min((step + 1) / 40, 1 - step / steps)
-        optimizer.zero_grad()
         loss = compute_loss()
         loss.backward()
         clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
+        optimizer.zero_grad()
     print(f"{name}: loss {loss.item():.2f}", flush=True)
 
 
@@ -763,16 +1086,24 @@ def load_task(args: Args) -> Task:
     from transformers import AutoConfig, AutoTokenizer
 
     functions = {name: pkgutil.resolve_name(name) for name in args.reward_function}
-    tokenizer, config = AutoTokenizer.from_pretrained(args.model), AutoConfig.from_pretrained(args.model)
-    context = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    longest = context - args.max_response_length
+    tokenizer, configs = AutoTokenizer.from_pretrained(args.model), [AutoConfig.from_pretrained(args.model)]
+    if args.reward_model:
+        configs.append(AutoConfig.from_pretrained(args.reward_model))
+        kinds = configs[1].architectures or ["unknown"]
+        if not any("SequenceClassification" in kind for kind in kinds) or configs[1].num_labels != 1:
+            found = f"{', '.join(kinds)} with {configs[1].num_labels} labels"
+            raise ValueError(f"--reward-model must be for sequence classification with 1 label, not {found}")
+        if AutoTokenizer.from_pretrained(args.reward_model).get_vocab() != tokenizer.get_vocab():
+            raise ValueError("--reward-model has other tokens than --model; wrap it as --reward-function")
+    contexts = [getattr(config.get_text_config(), "max_position_embeddings", None) for config in configs]
+    longest = min(context or sys.maxsize for context in contexts) - args.max_response_length
     files = args.prompts, args.eval_prompts
     prompts, held_out = (read_rows(file, tokenizer, longest) if file else [] for file in files)
     if 0 < len(held_out) < PROCESSES:
         raise ValueError(f"{args.eval_prompts} has fewer prompts than there are processes")
-    for name, function in functions.items():
-        call_reward(name, function, prompts[:1] * 2, ["", ""])
-    return Task(tokenizer, [], prompts, held_out, functions)
+    task = Task(tokenizer, [], prompts, held_out, functions)
+    check_functions(task, may_be_none=args.reward_model is not None)
+    return task
 
 
 def read_rows(file: str, tokenizer: Any, longest: int) -> list[dict]:
@@ -792,7 +1123,7 @@ def read_rows(file: str, tokenizer: Any, longest: int) -> list[dict]:
 
 def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
     """The models that the flags name, and the task with their stop tokens."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     folder = Path(args.model or "").resolve()  # adapters name it, wherever they are loaded
     name = str(folder) if folder.exists() else args.model
@@ -802,9 +1133,11 @@ def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
     head = nn.Linear(reference.config.get_text_config().hidden_size, 1, bias=False)
     nn.init.zeros_(head.weight)  # the critic's values are 0 at first, or those of the reward model
     if args.reward_model:
-        if AutoTokenizer.from_pretrained(args.reward_model).get_vocab() != task.tokenizer.get_vocab():
-            raise ValueError("--reward-model has other tokens than --model; wrap it as --reward-function")
         model = AutoModelForSequenceClassification.from_pretrained(args.reward_model, dtype=torch.float32)
+        if not hasattr(model, "score"):
+            raise ValueError(
+                f"--reward-model {args.reward_model} has no layer `score`: wrap it as a function"
+            )
         trunk, head = model.base_model, model.score.float()
         reward_model = ScalarModel(trunk, head).requires_grad_(False)
     critic = ScalarModel(make_trainable(trunk, args), copy.deepcopy(head).requires_grad_(True))
@@ -868,7 +1201,7 @@ class Run:
         self.path = Path(args.resume or Path("runs", name, "checkpoint.pt"))
         self.completions = self.path.with_name("completions.jsonl")
         self.start_time = self.last_save = time.monotonic()
-        self.start, self.last_print = episodes, 0.0
+        self.start, self.last_print, self.is_updating = episodes, 0.0, False
         if RANK > 0:
             return
         folder = self.path.parent
@@ -878,6 +1211,7 @@ class Run:
             wandb.init(name=folder.name, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
         stop_tokens = [task.tokenizer.decode([token]) for token in task.stop_tokens] or "none"
         print(f"{args.total_episodes:,.0f} responses, seed {args.seed}, stop tokens: {stop_tokens}")
+        print(f"trained: {what_is_trained(models.actor)}")
         print(f"checkpoint {self.path}, curves: tensorboard --logdir runs", flush=True)
         self.writer = SummaryWriter(str(folder), purge_step=episodes)
         rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
@@ -888,7 +1222,7 @@ class Run:
                 Path(folder, path.name).write_bytes(path.read_bytes())
         if self.completions.exists():  # the last line may be incomplete, if the process was killed
             lines = self.completions.read_text(encoding="utf-8").split("\n")[:-1]
-            kept = [line + "\n" for line in lines if json.loads(line)["episodes"] < episodes]
+            kept = [line + "\n" for line in lines if episodes_of(line) < episodes]
             self.completions.write_text("".join(kept), encoding="utf-8")
 
     def save(self, episodes: int) -> None:
@@ -900,11 +1234,37 @@ class Run:
         named = self.models.named_parameters()
         weights = {name: p.detach() for name, p in named if p.requires_grad or not self.args.model}
         content = {"args": asdict(self.args), "episodes": episodes, "weights": weights}
+        content["comparisons"] = self.models.comparisons if self.args.reward_model_updates else []
         torch.save(content | {"optimizer": self.optimizer.state_dict()}, self.path.with_suffix(".tmp"))
         self.path.with_suffix(".tmp").replace(self.path)
         if self.args.model:
-            self.models.actor.save_pretrained(self.path.parent / "model")
-            self.task.tokenizer.save_pretrained(self.path.parent / "model")
+            self.write_model("model")
+
+    def save_after(self, error: BaseException, episodes: int) -> None:
+        """Save what is learnt after an error; not if a second Ctrl-C ends an iteration's gradient steps."""
+        if RANK > 0 or (self.is_updating and isinstance(error, KeyboardInterrupt)):
+            return
+        self.save(episodes)
+        error.add_note(f"saved; to continue: --resume {self.path}")
+
+    def keep_best(self, episodes: int, metrics: dict[str, float]) -> None:
+        """Write the model to best/, too, if its evaluation is the best so far, by the sum of its rewards."""
+        if RANK > 0 or not (metrics and self.args.model):
+            return
+        file, total = self.path.with_name("best") / "evaluation.json", sum(metrics.values())
+        if file.exists() and json.loads(file.read_text())["sum"] >= total:
+            return
+        self.write_model("best")
+        file.write_text(json.dumps({"episodes": episodes, "sum": total} | metrics, indent=1))
+
+    def write_model(self, name: str) -> None:
+        """Write the model to a folder of the run. Until it is complete, the previous one stays."""
+        folder, new = self.path.with_name(name), self.path.with_name(f"{name}.tmp")
+        shutil.rmtree(new, ignore_errors=True)
+        self.models.actor.save_pretrained(new)
+        self.task.tokenizer.save_pretrained(new)
+        shutil.rmtree(folder, ignore_errors=True)
+        new.replace(folder)
 
     def log(self, episodes: int, metrics: dict[str, float], samples: dict) -> None:
         """Log an iteration or an evaluation; print evaluations, and all else every five seconds."""
@@ -912,10 +1272,11 @@ class Run:
             return
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, episodes)
-        with self.completions.open("a", encoding="utf-8") as file:
+        # Half a character, which JSON may have, is written as it stands there.
+        with self.completions.open("a", encoding="utf-8", errors="backslashreplace") as file:
             for values in zip(*samples.values(), strict=True):
                 sample = {"episodes": episodes} | dict(zip(samples, values, strict=True))
-                file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+                file.write(json.dumps(sample, ensure_ascii=False, default=str) + "\n")
         shown = [f"{name} {value:.3g}" for name, value in metrics.items() if name in SHOWN or "eval/" in name]
         now, done = time.monotonic(), episodes + self.args.batch_size - self.start
         if now - self.last_print < 5 and "eval/" not in " ".join(shown):
@@ -936,10 +1297,36 @@ class Run:
             dist.destroy_process_group()
 
 
-def load_checkpoint(path: str | Path) -> tuple[Args, dict]:
-    """The settings and the whole content of a checkpoint. Raises `ValueError` for any other file."""
+def what_is_trained(actor: nn.Module) -> str:
+    """How many of a model's parameters are trained; also of its experts and of their routers, if any."""
+    shares = []
+    for kind, pattern in (
+        ("parameters", ""),
+        ("of experts", r"\.experts\."),
+        ("of routers", r"\.(gate|router)\."),
+    ):
+        found = [p for name, p in actor.named_parameters() if re.search(pattern, name)]
+        total, trained = sum(p.numel() for p in found), sum(p.numel() for p in found if p.requires_grad)
+        if total:
+            shares.append(f"{trained:,} of {total:,} {kind} ({trained / total:.3g})")
+    return ", ".join(shares)
+
+
+def episodes_of(line: str) -> float:
+    """The number of responses before this line of completions.jsonl was written; infinite if it is broken."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        return json.loads(line)["episodes"]
+    except (ValueError, LookupError, TypeError):
+        return math.inf
+
+
+def load_checkpoint(path: str | Path) -> tuple[Args, dict]:
+    """The settings and the content of a checkpoint, of which tensors are read when they are used.
+
+    Raises `ValueError` for any other file.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return Args(**content["args"]), content
     except Exception as error:
         raise ValueError(f"{path} is not a checkpoint of this version of this script") from error
@@ -949,7 +1336,8 @@ def restore(path: str, models: Models, optimizer: Adam) -> int:
     """Continue the training in which this checkpoint was saved. Returns the number of responses so far."""
     _, content = load_checkpoint(path)
     models.load_state_dict(content["weights"], strict=not content["args"]["model"])
-    optimizer.load_state_dict(content["optimizer"])
+    models.comparisons = content["comparisons"]
+    optimizer.load_state_dict(copy.deepcopy(content["optimizer"]))  # tensors in memory, not of the file
     return content["episodes"]
 
 
@@ -973,7 +1361,7 @@ def check_bounds(args: Args) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be {limits}, not {value}")
 
 
-def check(args: Args) -> None:
+def check(args: Args, task: Task | None = None) -> None:
     """Raise `ValueError` for settings that cannot be right, before anything is written."""
     check_bounds(args)
     judged = args.reward_model or args.reward_function
@@ -985,6 +1373,9 @@ def check(args: Args) -> None:
          "--model needs --prompts and a --reward-model or --reward-function; and the other way around"),
         (not args.model and others,
          "--eval-prompts, --lora-rank, --bfloat16 and a --max-response-length above 24 need --model"),
+        (task and not args.model, "a task of your own needs --model"),
+        (args.kl_target and not args.kl_coef, "--kl-target needs a --kl-coef above 0, which it multiplies"),
+        (args.model and args.reward_model_updates, "--reward-model-updates is for the built-in reviews"),
         (args.model and Path(args.model, "adapter_config.json").exists(),
          f"{args.model} is an adapter: merge it first, as docs/language_models.md shows"),
         (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
