@@ -424,10 +424,8 @@ class TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        log_z, entropy = (
-            torch.empty_like(tokens, dtype=logits.dtype),
-            torch.empty_like(tokens, dtype=logits.dtype),
-        )
+        log_z = torch.empty_like(tokens, dtype=logits.dtype)
+        entropy = torch.empty_like(log_z)
         chunks = zip(*(x.flatten(0, 1).split(256) for x in (logits, log_z, entropy)), strict=True)
         for chunk, chunk_log_z, chunk_entropy in chunks:
             scaled = chunk / temperature
@@ -454,7 +452,7 @@ class TokenLogProbs(torch.autograd.Function):
         return policy.scatter_add_(2, tokens, gradient), None, None
 
 
-def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> tuple[Tensor, Tensor]:
+def log_probs_and_entropy(model: nn.Module, batch: Any, temperature: float) -> tuple[Tensor, Tensor]:
     """log π of the responses' tokens and π's entropy at each, [B, L], where π acts with this temperature."""
     tokens = torch.cat([batch.prompts, batch.responses], 1)
     attention = torch.cat([batch.prompt_mask, batch.mask], 1)
@@ -464,6 +462,11 @@ def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: flo
     following = F.pad(tokens[:, 1:], (0, 1))[:, -logits.shape[1] :].unsqueeze(2)
     log_probs, entropy = TokenLogProbs.apply(logits, following, temperature)
     return log_probs[:, -length - 1 : -1], entropy[:, -length - 1 : -1]
+
+
+def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> Tensor:
+    """log π [B, L] of the responses' tokens, where π is the policy that acts, with its temperature."""
+    return log_probs_and_entropy(model, batch, temperature)[0]
 
 
 @torch.no_grad()
@@ -479,7 +482,7 @@ def in_micro_batches(function: Callable[[Responses], Tensor], batch: Responses, 
 
 def all_log_probs(model: nn.Module, batch: Responses, args: Args) -> Tensor:
     """log π [B, L] of the responses' tokens, without gradients."""
-    return in_micro_batches(lambda part: token_log_probs(model, part, args.temperature)[0], batch, args)
+    return in_micro_batches(lambda part: token_log_probs(model, part, args.temperature), batch, args)
 
 
 def check_sampling(difference: Tensor, mask: Tensor) -> dict[str, float]:
@@ -583,7 +586,7 @@ def ppo_loss(models: Models, batch: Batch, num_tokens: Tensor, args: Args) -> tu
     They are sums divided by the whole minibatch's number of tokens: those of its parts add up to means. The
     value loss needs no weight c₁, as actor and critic are separate networks with learning rates of their own.
     """
-    log_probs, entropy = token_log_probs(models.actor, batch, args.temperature)
+    log_probs, entropy = log_probs_and_entropy(models.actor, batch, args.temperature)
     log_ratio = (log_probs - batch.log_probs) * batch.mask
     ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s)
     # L^CLIP = E[min(r A, clip(r, 1 - ε, 1 + ε) A)] ([PPO], equation 7)
@@ -1012,7 +1015,7 @@ def learn_to_write(actor: GPT, task: Task, write: Callable, learning_rate: float
     def compute_loss() -> Tensor:
         rows = rng.choices(task.prompts, k=128)
         batch = tokenize(task, rows, [write(rng, row) for row in rows], args)
-        log_probs, _ = token_log_probs(actor, batch, temperature=1.0)
+        log_probs = token_log_probs(actor, batch, temperature=1.0)
         return -(log_probs * batch.mask).sum() / batch.mask.sum()
 
     fit(actor, compute_loss, 600, learning_rate, "supervised learning")

@@ -47,11 +47,11 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "Rollout.__init__ act collect_rollout make_batch mean_kl compute_gradients update adjust_coefficients "
     "train compiled check_settings load_policy evaluate",
     "grpo.py": "BOUNDS PRETRAINED SHOWN ScalarModel ScalarModel.__init__ ScalarModel.forward Models "
-    "Models.__init__ Task TokenLogProbs TokenLogProbs.forward TokenLogProbs.backward token_log_probs "
-    "all_log_probs last_output score whiten token_rewards compute_gae Batch ppo_loss collect update "
-    "adapted_kl_coef train evaluate PRODUCTS (TONES,GOOD,BAD) WORDS make_reviews write_review human tastes "
-    "learn_to_write compare_responses learn_from_comparisons update_reward_model fit load_task "
-    "load_pretrained Run.save restore check",
+    "Models.__init__ Task TokenLogProbs TokenLogProbs.forward TokenLogProbs.backward "
+    "log_probs_and_entropy token_log_probs last_output score whiten token_rewards compute_gae Batch "
+    "ppo_loss collect update adapted_kl_coef train evaluate PRODUCTS (TONES,GOOD,BAD) WORDS "
+    "make_reviews write_review human tastes learn_to_write compare_responses learn_from_comparisons "
+    "update_reward_model fit load_task load_pretrained Run.save restore check",
 }
 
 
