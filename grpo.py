@@ -96,7 +96,7 @@ class Args:  # the trailing comments become --help
     group_size: int = 8  # G: responses to each prompt
     update_epochs: int = 2  # μ: passes over each batch
     num_minibatches: int = 4  # minibatches per epoch, one gradient step each
-    learning_rate: float = 5e-4  # Adam's step size, decayed linearly to 0
+    learning_rate: float = 4e-4  # Adam's step size, decayed linearly to 0
     kl_coef: float = 0.0  # β: weight of the KL divergence from the reference; 0 needs no reference
     kl_in: Literal["reward", "loss"] = "reward"  # k1 in the reward, or k3 in the loss
     scale_rewards: Literal["none", "group"] = "group"  # divide by the group's deviation; [Dr. GRPO]: none
