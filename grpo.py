@@ -777,7 +777,7 @@ def call_reward(
     A function that has a parameter `tokens` gets the responses' tokens, too; one that has a parameter
     `completions` is called as TRL does. Raises `ValueError` if the results are not B finite numbers or None.
     """
-    rows, texts = copy.deepcopy(rows), list(texts)  # a function may change what it gets
+    count, rows, texts = len(texts), copy.deepcopy(rows), list(texts)  # a function may change what it gets
     parameters = inspect.signature(function).parameters
     if "completions" in parameters:
         columns = {key: [row.get(key) for row in rows] for row in rows for key in row if key != "prompt"}
@@ -797,10 +797,10 @@ def call_reward(
             raise TypeError
         rewards = torch.tensor([math.nan if value is None else float(value) for value in values])
         known = torch.tensor([value is not None for value in values])
-        if len(values) != len(texts) or not rewards[known].isfinite().all():
+        if len(values) != count or not rewards[known].isfinite().all():
             raise ValueError
     except (TypeError, ValueError):
-        raise ValueError(f"{name} must return {len(texts)} finite numbers, not {results!r:.200}") from None
+        raise ValueError(f"{name} must return {count} finite numbers, not {results!r:.200}") from None
     return rewards
 
 
@@ -1001,7 +1001,8 @@ def read_rows(file: str, tokenizer: Any, longest: int) -> list[dict]:
             row = json.loads(line)
             length = len(encode(tokenizer, row["prompt"]))
         except Exception as error:
-            raise ValueError(f'{file}, line {number}: {error!r}, not {{"prompt": ...}}') from error
+            what = f"{type(error).__name__}: {error}"
+            raise ValueError(f'{file}, line {number}: {what}, where {{"prompt": ...}} is needed') from error
         if not 0 < length <= longest:
             raise ValueError(f"{file}, line {number}: {length} tokens; the model can take 1 to {longest}")
         rows.append(row)

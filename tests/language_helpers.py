@@ -89,10 +89,11 @@ def random_batch(script, size=16, width=4, vocabulary=4):
     with torch.no_grad():
         log_probs = script.token_log_probs(random_gpt(1, vocabulary), responses, 1.0)
         if script is grpo:
-            others = log_probs + 0.3 * noise[0], log_probs + 0.3 * noise[1], noise[2, :, 0]
+            learnt = torch.arange(size) != 3
+            others = log_probs + 0.3 * noise[0], log_probs + 0.3 * noise[1], noise[2, :, 0], learnt
         else:
             values = random_critic(3, vocabulary)(responses)[:, :-1]
-            others = log_probs + 0.3 * noise[0], noise[2], values + noise[3]
+            others = log_probs + 0.3 * noise[0], values + noise[1], noise[2], values + noise[3]
     return script.Batch(*responses, *others)
 
 
@@ -187,7 +188,7 @@ def share_of_an_update(script, folder):
     results = {
         "metrics": update(script, models, optimizer, share, args),
         "weights": flat(models.parameters()),
-        "mean": script.mean(share.log_probs[:, 0]),
+        "mean": script.mean_over_processes(share.log_probs[:, 0]),
         "masked_mean": script.masked_mean(share.log_probs, share.mask).item(),
     }
     if script is grpo:

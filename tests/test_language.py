@@ -17,6 +17,7 @@ from itertools import combinations_with_replacement, product
 from types import SimpleNamespace
 from unittest import mock
 
+import graph_emulator
 import language_helpers as shared
 import numpy as np
 import optimum
@@ -84,7 +85,7 @@ def expected_ppo_gradient(everything, estimator=lambda kl: kl, learn_stop=True):
         advantages = advantages * sequence_log_probs(actor, batch).exp().unsqueeze(1)
     if not learn_stop:
         advantages = advantages * (batch.responses != STOP)
-    learnt = rlhf.Batch(*batch, log_probs, advantages, returns)
+    learnt = rlhf.Batch(*batch, log_probs, values, advantages, returns)
     models = rlhf.Models(actor, critic, reference, None)
     return -gradient(rlhf.ppo_loss(models, learnt, torch.tensor(1), args)[0], actor)
 
@@ -100,6 +101,30 @@ def test_expected_ppo_gradient_is_that_of_the_objective(everything):
     assert relative_error(expected_ppo_gradient(everything, learn_stop=False), truth) > 0.1
 
 
+def all_prefixes():
+    """Beginnings of responses, without a stop token."""
+    return [prefix for length in range(LENGTH) for prefix in product([0, 2, 3], repeat=length)]
+
+
+def test_entropy_bonus(everything):
+    """Its expected gradient is that of the entropy after each prefix, times the prefix's probability."""
+    batch, actor, reference, _ = everything
+    log_probs = rlhf.token_log_probs(actor, batch, 1.0).detach()
+    zeros, probs = torch.zeros_like(log_probs), sequence_log_probs(actor, batch).exp().detach()
+    learnt = rlhf.Batch(*batch, log_probs, zeros, zeros, zeros)
+    models, args = rlhf.Models(actor, shared.random_critic(3), reference, None), rlhf.Args(ent_coef=0.7)
+    parts = [shared.rows_of(learnt, slice(i, i + 1)) for i in range(len(probs))]
+    losses = torch.stack([rlhf.ppo_loss(models, part, torch.tensor(1), args)[0] for part in parts])
+    bonus, total = -gradient((probs * losses).sum(), actor), torch.zeros((), dtype=torch.float64)
+    for prefix in all_prefixes():
+        tokens = torch.tensor([[2, 3, *prefix]])
+        inputs = rlhf.model_inputs(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        log_policy = actor(**inputs).logits[0].log_softmax(-1)
+        reach = sum(log_policy[1 + i, token].item() for i, token in enumerate(prefix))
+        total = total - math.exp(reach) * (log_policy[-1].exp() * log_policy[-1]).sum()
+    assert relative_error(bonus, 0.7 * gradient(total, actor)) < 1e-5
+
+
 def expected_grpo_gradient(everything, **settings):
     """The expectation of the gradient of -grpo_loss over all groups of two."""
     batch, actor, reference, scores = everything
@@ -111,7 +136,8 @@ def expected_grpo_gradient(everything, **settings):
     firsts, seconds = torch.arange(count).repeat_interleave(count), torch.arange(count).repeat(count)
     pairs = torch.stack([firsts, seconds], 1).flatten()
     advantages = grpo.group_advantages(scores[pairs], kl[pairs], args).view(count, count, 2)[:, :, 0]
-    learnt = grpo.Batch(*batch, old, ref_log_probs, (advantages.double() @ probs).float())
+    all_learnt = torch.ones(count, dtype=torch.bool)
+    learnt = grpo.Batch(*batch, old, ref_log_probs, (advantages.double() @ probs).float(), all_learnt)
     expected = 0
     for i, prob in enumerate(probs):
         one = slice(i, i + 1)
@@ -133,19 +159,34 @@ def test_kl_in_the_loss_has_another_gradient(everything):
     """Token by token, k3 has that of KL(π_ref ‖ π), with the probability of the tokens before held fixed."""
     _, actor, reference, _ = everything
     total = torch.zeros((), dtype=torch.float64)
-    for length in range(LENGTH):
-        for prefix in product([0, 2, 3], repeat=length):  # without the stop token
-            tokens = torch.tensor([[2, 3, *prefix]])
-            inputs = rlhf.model_inputs(tokens, torch.ones_like(tokens, dtype=torch.bool))
-            log_p, log_q = (model(**inputs).logits[0].log_softmax(-1) for model in (actor, reference))
-            reach = sum(log_p[1 + i, token].item() for i, token in enumerate(prefix))
-            log_p, log_q = log_p[-1], log_q[-1].detach()
-            total = total + math.exp(reach) * (log_q.exp() * (log_q - log_p)).sum()
+    for prefix in all_prefixes():
+        tokens = torch.tensor([[2, 3, *prefix]])
+        inputs = rlhf.model_inputs(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        log_p, log_q = (model(**inputs).logits[0].log_softmax(-1) for model in (actor, reference))
+        reach = sum(log_p[1 + i, token].item() for i, token in enumerate(prefix))
+        log_p, log_q = log_p[-1], log_q[-1].detach()
+        total = total + math.exp(reach) * (log_q.exp() * (log_q - log_p)).sum()
     score_part = true_gradient(everything, beta=0.0) / 2  # 1 - 1/G
     estimate = expected_grpo_gradient(everything, kl_in="loss", kl_coef=BETA, scale_rewards="none")
     assert relative_error(score_part - estimate, BETA * gradient(total, actor)) < 1e-4
     matched = expected_grpo_gradient(everything, kl_in="loss", kl_coef=BETA / 2, scale_rewards="none")
     assert relative_error(2 * matched, true_gradient(everything)) > 0.02
+
+
+def test_sequence_ratio(everything):
+    """At a ratio of 1: as tokens' ratios with a constant weight; with the mean, each response counts once."""
+    batch, actor, _, scores = everything
+    unscaled = {"scale_rewards": "none", "ratio": "sequence"}
+    assert (
+        relative_error(2 * expected_grpo_gradient(everything, **unscaled), true_gradient(everything, 0))
+        < 1e-5
+    )
+    log_probs = sequence_log_probs(actor, batch)
+    probs = log_probs.exp().detach()
+    advantages = (scores - (probs * scores).sum()) / 2
+    truth = gradient((probs * advantages / batch.mask.sum(1) * log_probs).sum(), actor)
+    estimate = expected_grpo_gradient(everything, loss_aggregation="sequence-mean", **unscaled)
+    assert relative_error(estimate, truth) < 1e-5
 
 
 # Advantages
@@ -192,10 +233,10 @@ def test_loss_weights(aggregation):
         assert sum(x.sum().item() for x in weighted) == pytest.approx(means[aggregation], abs=1e-6)
 
 
-@pytest.mark.parametrize("kl_in", ["reward", "loss"])
-def test_grpo_loss_token_by_token(kl_in):
-    """The loss and the metrics, one token after the other."""
-    args = grpo.Args(kl_in=kl_in, kl_coef=BETA, loss_aggregation="token-mean")
+@pytest.mark.parametrize(("kl_in", "kind"), [("reward", "token"), ("loss", "token"), ("reward", "sequence")])
+def test_grpo_loss_token_by_token(kl_in, kind):
+    """The loss and the metrics, one token after the other; of the fourth response, nothing is learnt."""
+    args = grpo.Args(kl_in=kl_in, kl_coef=BETA, loss_aggregation="token-mean", ratio=kind)
     args.clip_coef, args.clip_coef_high = 0.1, 0.25
     batch, models = random_batch(grpo), new_models(grpo)
     log_probs = grpo.token_log_probs(models.actor, batch, 1.0)
@@ -204,10 +245,13 @@ def test_grpo_loss_token_by_token(kl_in):
     for i, t in batch.mask.nonzero().tolist():
         advantage, log_ratio = batch.advantages[i].item(), (log_probs - batch.log_probs)[i, t].item()
         ratio, log_x = math.exp(log_ratio), (batch.ref_log_probs - log_probs)[i, t].item()
+        if kind == "sequence":
+            count = batch.mask[i].sum()
+            ratio = (log_probs[i, :count].sum() - batch.log_probs[i, :count].sum()).div(count).exp().item()
         token_loss = -min(ratio * advantage, min(max(ratio, 0.9), 1.25) * advantage)
         token_loss += BETA * (math.exp(log_x) - 1 - log_x) * (kl_in == "loss")
         is_clipped = (ratio < 0.9 and advantage < 0) or (ratio > 1.25 and advantage > 0)
-        rows.append([token_loss, is_clipped, log_ratio**2 / 2])
+        rows.append([token_loss * (i != 3), is_clipped, log_ratio**2 / 2])
     expected = np.mean(rows, 0)
     assert loss.item() == pytest.approx(expected[0], abs=1e-5)
     names = ["loss/policy_avg", "policy/clipfrac_avg", "policy/approxkl_avg"]
@@ -215,36 +259,60 @@ def test_grpo_loss_token_by_token(kl_in):
     assert expected[1:].all()
 
 
-def test_ppo_loss_token_by_token():
-    """The loss and the metrics, one token after the other."""
-    args = rlhf.Args(clip_coef=0.3)
+@pytest.mark.parametrize("more", [{}, {"clip_vloss": True, "ent_coef": 0.2}], ids=str)
+def test_ppo_loss_token_by_token(more):
+    """The loss, the metrics and the critic's gradient, one token after the other."""
+    args = rlhf.Args(clip_coef=0.3, **more)
     batch, models = random_batch(rlhf), new_models(rlhf)
     log_probs, values = rlhf.token_log_probs(models.actor, batch, 1.0), models.critic(batch)
+    inputs = [torch.cat(columns, 1) for columns in ((batch.prompts, batch.responses), batch[1:4:2])]
+    policy = models.actor(**rlhf.model_inputs(*inputs)).logits[:, -batch.mask.shape[1] - 1 : -1].softmax(-1)
     loss, metrics = rlhf.ppo_loss(models, batch, batch.mask.sum(), args)
-    rows = []
+    rows, value_losses, num_clipped = [], [], 0
     for i, t in batch.mask.nonzero().tolist():
         advantage, log_ratio = batch.advantages[i, t].item(), (log_probs - batch.log_probs)[i, t].item()
         ratio = math.exp(log_ratio)
         policy_loss = -min(ratio * advantage, min(max(ratio, 0.7), 1.3) * advantage)
-        value_loss = (values[i, t].item() - batch.returns[i, t].item()) ** 2 / 2
+        value_losses.append((values[i, t] - batch.returns[i, t]) ** 2 / 2)
+        if more:
+            old, target = batch.values[i, t].item(), batch.returns[i, t].item()
+            near = min(max(values[i, t].item(), old - 0.3), old + 0.3)
+            if abs(values[i, t].item() - old) > 0.3 and (near - target) ** 2 / 2 > value_losses[-1].item():
+                value_losses[-1] = torch.tensor((near - target) ** 2 / 2)
+                num_clipped += 1
+        entropy = -sum(x * math.log(x) for x in policy[i, t].tolist())
         is_clipped = (ratio < 0.7 and advantage < 0) or (ratio > 1.3 and advantage > 0)
-        rows.append([policy_loss, value_loss, log_ratio**2 / 2, is_clipped])
-    names = ["loss/policy_avg", "loss/value_avg", "policy/approxkl_avg", "policy/clipfrac_avg"]
-    assert [metrics[name].item() for name in names] == pytest.approx(np.mean(rows, 0), rel=1e-4)
-    assert loss.item() == pytest.approx(sum(np.mean(rows, 0)[:2]), rel=1e-4)
+        rows.append([policy_loss, value_losses[-1].item(), entropy, log_ratio**2 / 2, is_clipped])
+    names = ["loss/policy_avg", "loss/value_avg", "policy/entropy_avg", "policy/approxkl_avg"]
+    names.append("policy/clipfrac_avg")
+    means = np.mean(rows, 0)
+    assert [metrics[name].item() for name in names] == pytest.approx(means, rel=1e-4)
+    assert loss.item() == pytest.approx(means[0] + means[1] - 0.2 * bool(more) * means[2], rel=1e-4)
+    assert bool(num_clipped) == bool(more)
+    expected = gradient(sum(value_losses) / len(value_losses), models.critic)
+    torch.testing.assert_close(gradient(loss, models.critic), expected, atol=1e-6, rtol=1e-4)
 
 
 def test_log_probs_and_their_gradient():
-    """Those of log_softmax."""
+    """Those of log_softmax, and of the entropy; an impossible token has no part in them."""
     torch.manual_seed(0)
-    tokens, weights = torch.randint(5, (3, 700)), torch.randn(3, 700)
-    logits = (3 * torch.randn(3, 700, 5)).requires_grad_(True)
+    tokens, (weights, others) = torch.randint(5, (3, 700)), torch.randn(2, 3, 700)
+    logits = (3 * torch.randn(3, 700, 6)).index_fill_(2, torch.tensor(5), -1e9).requires_grad_(True)
     log_policy = torch.log_softmax(logits / 0.6, 2)
     expected = log_policy.gather(2, tokens.unsqueeze(2)).squeeze(2)
-    (gradient,) = torch.autograd.grad((weights * expected).sum(), logits)
-    log_probs = rlhf.TokenLogProbs.apply(logits.clone(), tokens.unsqueeze(2), 0.6)
-    torch.testing.assert_close(log_probs, expected)
-    torch.testing.assert_close(torch.autograd.grad((weights * log_probs).sum(), logits)[0], gradient)
+    expected_entropy = -(log_policy.exp() * log_policy).sum(2)
+    for scale in (0, 1):
+        (truth,) = torch.autograd.grad(
+            (weights * expected + scale * others * expected_entropy).sum(), logits, retain_graph=True
+        )
+        log_probs, entropy = rlhf.TokenLogProbs.apply(logits.clone(), tokens.unsqueeze(2), 0.6)
+        torch.testing.assert_close(log_probs, expected)
+        torch.testing.assert_close(entropy, expected_entropy)
+        total = (weights * log_probs).sum() + (scale * (others * entropy).sum() if scale else 0)
+        torch.testing.assert_close(torch.autograd.grad(total, logits)[0], truth)
+        if not scale:  # grpo.py's has no entropy
+            log_probs = grpo.TokenLogProbs.apply(logits.clone(), tokens.unsqueeze(2), 0.6)
+            torch.testing.assert_close(torch.autograd.grad((weights * log_probs).sum(), logits)[0], truth)
 
 
 @both
@@ -379,6 +447,85 @@ def test_texts_and_tokens():
     assert rlhf.decode(task.tokenizer, batch) == ["0 2", "2 2 2 2"]
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_generation_by_a_graph(name, precision, folder, monkeypatch):
+    """A recorded step writes what steps that are not recorded write, here on an emulator of CUDA graphs."""
+    args = real_args(grpo, folder, name, bfloat16=precision == "bfloat16", max_response_length=18)
+    models, task = shared.pretrained(grpo, replace(args, kl_coef=0.0))
+    actor, rows = models.actor.eval(), task.prompts * 8
+    for p in actor.parameters():
+        p.data *= 3 if p.dim() > 1 else 1  # far from uniform
+    usual, log_probs = grpo.generate(actor, task, rows, replace(args, temperature=0.0))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph_emulator.CUDAGraph)
+    monkeypatch.setattr(torch.cuda, "graph", graph_emulator.graph)
+    assert grpo.can_use_graphs(actor, replace(args, device="cuda"))
+    assert not grpo.can_use_graphs(actor, replace(args, device="cuda", cuda_graphs=False))
+    monkeypatch.setattr(grpo, "can_use_graphs", lambda *given: True)
+    greedy, by_graph = grpo.generate(actor, task, rows, replace(args, temperature=0.0))
+    if precision == "float32":
+        assert tokens_of(greedy) == tokens_of(usual)
+        torch.testing.assert_close(by_graph * greedy.mask, log_probs * usual.mask, atol=1e-4, rtol=1e-4)
+    torch.manual_seed(1)
+    batch, sampled = grpo.generate(actor, task, rows, args)
+    learnt = grpo.all_log_probs(actor, batch, args)
+    assert ((sampled - learnt) * batch.mask).abs().max() < (1e-4 if precision == "float32" else 0.1)
+    assert torch.equal(batch.mask, torch.arange(batch.mask.shape[1]) < batch.mask.sum(1, keepdim=True))
+    lengths = batch.mask.sum(1)
+    assert lengths.min() < 9  # rows end at different times
+    assert lengths.max() > 9
+    for row in tokens_of(batch)[1]:
+        assert STOP not in row[:-1]
+
+
+def test_rows_that_have_ended_are_dropped(folder):
+    """What is written for the others does not change: log π is that of learning."""
+    args = real_args(grpo, folder, max_response_length=16)
+    models, task = shared.pretrained(grpo, args)
+    task.stop_tokens[:], sizes = range(1, 16), []
+    models.actor.eval().register_forward_pre_hook(
+        lambda *given: sizes.append(len(given[2]["input_ids"])), with_kwargs=True
+    )
+    batch, sampled = grpo.generate(models.actor, task, task.prompts * 16, args)
+    steps = len(sizes)
+    log_probs = grpo.all_log_probs(models.actor, batch, args)
+    torch.testing.assert_close(sampled[batch.mask], log_probs[batch.mask], atol=1e-4, rtol=1e-4)
+    assert sizes[0] == 128
+    assert sizes[steps - 1] <= 16
+    ended = torch.isin(batch.responses, torch.arange(1, 16)) & batch.mask
+    assert torch.equal(ended.any(1), ended.gather(1, batch.mask.sum(1, keepdim=True) - 1).squeeze(1))
+
+
+def test_prompts_come_in_turn():
+    """All of them before any comes again; the order is that of the seed, wherever a run starts."""
+    prompts = [{"prompt": str(i)} for i in range(5)]
+    endless = [row["prompt"] for row in rlhf.next_prompts(prompts, 0, 23, seed=1)]
+    for start in range(0, 20, 5):
+        assert sorted(endless[start : start + 5]) == list("01234")
+    assert endless[:5] != endless[5:10]
+    assert [row["prompt"] for row in rlhf.next_prompts(prompts, 7, 9, seed=1)] == endless[7:16]
+    assert [row["prompt"] for row in rlhf.next_prompts(prompts, 0, 23, seed=2)] != endless
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(3, 10**6), (100, 24), (100, 1)])
+def test_limits_of_micro_batches(rows, tokens):
+    """Each row is in one part, with all that is not padding; a part has one row at least."""
+    batch, seen = random_batch(rlhf, size=23, width=6), []
+    args = rlhf.Args(micro_batch_size=rows, micro_batch_tokens=tokens)
+    chosen = torch.tensor([20, 1, 2, 3, 8, 9, 10, 11, 12, 22])
+    for numbers, part in rlhf.micro_batches(batch, chosen, rlhf.read_lengths(batch), args):
+        seen += numbers.tolist()
+        assert len(numbers) == 1 or (
+            len(numbers) <= rows and part.mask.numel() + part.prompts.numel() <= tokens
+        )
+        assert tokens_of(part) == tokens_of(shared.rows_of(batch, numbers))
+        assert part.mask.any(0).all()
+        assert part.prompt_mask.any(0).all()
+        assert kept(part.returns, part.mask) == kept(batch.returns[numbers], batch.mask[numbers])
+    assert sorted(seen) == sorted(chosen.tolist())
+    assert tokens == 1 or len(seen) < 23
+
+
 # Collecting and learning
 
 
@@ -411,7 +558,7 @@ def test_collect(script, temperature):
     functions = {"first": first_digit, "length": prompt_and_length}
     task = make_task(["2 3", "0 2 2"], script, **functions)
     more = {"missing_eos_penalty": 0.7, "gae_lambda": 0.9} if script is rlhf else {"group_size": 4}
-    settings = {"batch_size": 40, "micro_batch_size": 7, "max_response_length": 4, "temperature": temperature}
+    settings = {"batch_size": 80, "micro_batch_size": 7, "max_response_length": 3, "temperature": temperature}
     args = script.Args(kl_coef=0.25, **settings, **more)
     batch, metrics, samples = script.collect(models, task, args)
     with torch.no_grad():
@@ -460,7 +607,7 @@ def test_collect(script, temperature):
         deviations[flat_groups] = 1
         expected = (groups - groups.mean(1, keepdims=True)) / deviations[:, None]
         np.testing.assert_allclose(batch.advantages, expected.flatten(), atol=1e-4)
-        assert all(len(set(map(tuple, prompts[i : i + 4]))) == 1 for i in range(0, 40, 4))
+        assert all(len(set(map(tuple, prompts[i : i + 4]))) == 1 for i in range(0, 80, 4))
         torch.testing.assert_close(batch.ref_log_probs[batch.mask], ref_log_probs[batch.mask])
         special = {"frac_reward_zero_std": flat_groups.mean()}
     expected = special | {
@@ -531,6 +678,7 @@ def test_update_takes_clipped_steps(script, limit):
         optimizers[1].step()
         seen.append({name: value.item() for name, value in step_metrics.items()})
     assert 0.01 < min(norms) <= max(norms) < 100
+    assert all(p.grad is None for p in models.parameters())  # none takes memory in generation
     torch.testing.assert_close(flat(models.parameters()), flat(direct.parameters()), atol=1e-5, rtol=1e-4)
     names = ["grad_norm", "critic_grad_norm"] if script is rlhf else ["grad_norm"]
     logged, count = [metrics.pop(name) for name in names], len(names)
@@ -747,14 +895,25 @@ def test_the_critic_starts_from_the_reward_model(folder):
     assert not torch.equal(values, values.bfloat16().float())
 
 
-def test_a_reward_model_with_other_tokens(folder, tmp_path):
-    """It would read the actor's tokens as others."""
+def test_wrong_reward_models(folder, tmp_path):
+    """Other tokens would be read as others; a head that is not trained, or two outputs, say nothing."""
     transformers = pytest.importorskip("transformers")
+    for name in ("tokens", "labels", "context"):
+        shutil.copytree(folder / "llama-reward", tmp_path / name)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "llama")
     tokenizer.add_tokens(["more"])
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="--reward-model"):
-        shared.pretrained(rlhf, real_args(rlhf, folder, reward_model=str(tmp_path)))
+    tokenizer.save_pretrained(tmp_path / "tokens")
+    config = json.loads((folder / "llama-reward" / "config.json").read_text())
+    labels = {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
+    (tmp_path / "labels" / "config.json").write_text(json.dumps(config | labels))
+    (tmp_path / "context" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 12}))
+    for path, what in (
+        (tmp_path / "tokens", "other tokens"),
+        (tmp_path / "labels", "2 labels"),
+        (folder / "llama", "LlamaForCausalLM"),
+        (tmp_path / "context", "can take 1 to 4"),
+    ):
+        refused(rlhf, tmp_path, real_args(rlhf, folder, reward_model=str(path)), what)
 
 
 @both
@@ -1033,16 +1192,23 @@ def test_values_are_before_each_token_and_after_the_last():
         torch.testing.assert_close(critic(batch)[i, : len(response) + 1], expected)
 
 
-def test_truncated_responses_can_be_left_out():
-    """They have no advantage; the others have what they would have had."""
+@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+def test_truncated_responses_can_be_left_out(kl_in):
+    """They have no gradient, with the KL in the loss, too; the others have what they would have had."""
     models, task = new_models(grpo), make_task(["2 3"], grpo, first=first_digit)
-    args, batches = grpo.Args(batch_size=32, group_size=8, max_response_length=3), []
+    args = grpo.Args(batch_size=32, num_minibatches=1, max_response_length=3, kl_in=kl_in, kl_coef=0.3)
+    gradients, ended = [], None
     for masked in (False, True):
         torch.manual_seed(0)
-        batches.append(grpo.collect(models, task, replace(args, mask_truncated=masked))[0])
-    ended = ((batches[0].responses == STOP) & batches[0].mask).any(1)
+        batch, *_ = grpo.collect(models, task, replace(args, mask_truncated=masked))
+        ended = ((batch.responses == STOP) & batch.mask).any(1)
+        for rows in (ended, ~ended):
+            loss, _ = loss_of(grpo, models, shared.rows_of(batch, rows), args)
+            gradients.append(gradient(loss, models.actor))
     assert 0 < ended.sum() < 32
-    torch.testing.assert_close(batches[1].advantages, batches[0].advantages * ended)
+    torch.testing.assert_close(gradients[2], gradients[0])
+    assert gradients[1].any()
+    assert not gradients[3].any()
 
 
 def test_sampling_must_agree_with_learning():
@@ -1074,9 +1240,241 @@ def test_a_device_is_never_mixed_with_another(script, tmp_path, monkeypatch):
             torch.ones(2, device="mps") + torch.ones(2)
 
 
+def failing(function, number, error):
+    """The function, but its call of this number raises the error, once it is done."""
+    calls = []
+
+    def call_it(*args, **kwargs):
+        calls.append(0)
+        results = function(*args, **kwargs)
+        if len(calls) == number:
+            raise error
+        return results
+
+    return call_it
+
+
+@both
+@pytest.mark.parametrize(("where", "number", "saved"), [
+    ("evaluate", 2, 64), ("collect", 3, 64), ("update", 3, 64), ("write_scalars", 2, 64),
+])  # fmt: skip
+def test_an_error_anywhere_loses_nothing(script, where, number, saved, folder, tmp_path, monkeypatch):
+    """The checkpoint has what was learnt, and the error says so; only the first process speaks."""
+    monkeypatch.chdir(tmp_path)
+    error = RuntimeError("out of memory")
+    owner, name = (script.Run, "log") if where == "write_scalars" else (script, where)
+    monkeypatch.setattr(owner, name, failing(getattr(owner, name), number, error))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        script.train(real_args(script, folder, num_minibatches=2))
+    path = checkpoint_in(tmp_path)
+    assert load(path)["episodes"] == saved
+    assert any(f"--resume {path.relative_to(tmp_path)}" in note for note in error.__notes__)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert (
+        load(script.train(real_args(script, folder, num_minibatches=2, resume=str(path))))["episodes"] == 96
+    )
+    lines = completions(path)
+    assert [line["episodes"] for line in lines[-32:]] == [64] * 32
+    others = script.Run.__new__(script.Run)
+    others.is_updating = False
+    with mock.patch.object(script, "RANK", 1):
+        others.save_after(error, 96)
+    assert len(error.__notes__) == 1
+
+
+@both
+def test_the_best_model_is_kept(script, folder, tmp_path, monkeypatch):
+    """By the sum of the evaluation's rewards, beside the last one; also after a resume."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    scores = iter([1.0, 5.0, 2.0, 3.0, 7.0])
+    monkeypatch.setattr(script, "evaluate", lambda *given: {"eval/a": next(scores), "eval/b": -1.0})
+    path = script.train(real_args(script, folder, eval_every=1))
+    best, last = path.with_name("best"), path.with_name("model")
+    assert json.loads((best / "evaluation.json").read_text())["episodes"] == 32
+    models = [transformers.AutoModelForCausalLM.from_pretrained(x).state_dict() for x in (best, last)]
+    assert not same(*models)
+    script.train(real_args(script, folder, eval_every=10, resume=str(path), total_episodes=128))
+    found = json.loads((best / "evaluation.json").read_text())
+    assert (found["episodes"], found["eval/a"]) == (128, 7.0)
+    assert transformers.AutoTokenizer.from_pretrained(best).get_vocab()
+    assert not list(path.parent.glob("*.tmp"))
+
+
+def test_half_a_character(folder, tmp_path, monkeypatch):
+    """JSON can have one, in a prompt's line; it is written as it stands, and so is all else."""
+    monkeypatch.chdir(tmp_path)
+    row = '{"prompt": "ab", "answer": "c", "x": "\\ud83d", "y": "\u00e9"}'
+    (tmp_path / "p.jsonl").write_text(row + "\n", encoding="utf-8")
+    args = real_args(grpo, folder, prompts="p.jsonl", total_episodes=64)
+    path = grpo.train(args)
+    assert {json.dumps(line["row"]) for line in completions(path)} == {json.dumps(json.loads(row))}
+    text = path.with_name("completions.jsonl").read_text(encoding="utf-8")
+    assert '"x": "\\ud83d", "y": "\u00e9"' in text
+    broken = text.splitlines()
+    broken[40] = "{"
+    path.with_name("completions.jsonl").write_text("\n".join(broken) + "\n", encoding="utf-8")
+    grpo.train(replace(args, resume=str(path), total_episodes=96))
+    assert len(completions(path)) == 95
+
+
+def test_a_reward_function_gets_copies(folder, tmp_path, monkeypatch):
+    """What it does to rows and responses changes neither the prompts nor what others get."""
+
+    def careless(rows, responses):
+        for row in rows:
+            row["prompt"], row["answer"] = "zzz", {1}
+        responses.clear()
+        return [1.0] * len(rows)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shared, "careless", careless, raising=False)
+    names = "language_helpers:careless", "language_helpers:wanted"
+    args = real_args(grpo, folder, reward_function=names, total_episodes=32)
+    path, (_models, task) = grpo.train(args), shared.pretrained(grpo, args)
+    lines = completions(path)
+    assert all(line["row"] in task.prompts for line in lines)
+    assert [line[names[1]] for line in lines] == [
+        float(line["row"]["answer"] in line["response"]) for line in lines
+    ]
+
+
+def trl_reward(prompts, completions, completion_ids, answer, **kwargs):
+    """A reward function as TRL's GRPOTrainer calls it: None where the answer is b."""
+    rewards = []
+    for prompt, completion, ids, wanted in zip(prompts, completions, completion_ids, answer, strict=True):
+        text = completion if isinstance(prompt, str) else completion[0]["content"]
+        rewards.append(None if wanted == "b" else ids.count(STOP) + 0.1 * text.count("a"))
+    return rewards
+
+
+def with_tokens(rows, responses, tokens):
+    """A reward function that gets the tokens: their number, with the stop token."""
+    return [len(row) for row in tokens]
+
+
+@both
+def test_reward_functions_of_trl_and_tokens(script, folder, tmp_path, monkeypatch):
+    """None is no reward; the others still count. If all functions give None, that is an error."""
+    monkeypatch.chdir(tmp_path)
+    for function in (trl_reward, with_tokens):
+        monkeypatch.setattr(shared, function.__name__, function, raising=False)
+    names = "language_helpers:trl_reward", "language_helpers:with_tokens"
+    path = script.train(real_args(script, folder, reward_function=names, total_episodes=64, eval_every=1))
+    metrics, lines = curves(path.parent), completions(path)
+    for episodes in (0, 32):
+        part = [line[names[0]] for line in lines if line["episodes"] == episodes]
+        known = [reward for reward in part if reward is not None]
+        assert metrics[f"rewards/{names[0]}"][episodes] == pytest.approx(np.mean(known))
+    assert 0 < sum(line[names[0]] is None for line in lines) < 64
+    for line in lines:
+        assert (line[names[0]] is None) == (line["row"]["answer"] == "b")
+        assert line["reward"] == pytest.approx((line[names[0]] or 0) + line[names[1]])
+        if line[names[0]] is not None:
+            assert line[names[0]] % 1 == pytest.approx(0.1 * line["response"].count("a"))
+    args = real_args(script, folder, reward_function=names[:1])
+    refused(script, tmp_path / "other", args, "trl_reward gives a reward")
+
+
+@both
+def test_half_an_answer_is_continued(script, folder):
+    """Messages that end with the assistant's are no turn of their own."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "llama")
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.role[0] + message.content + 'x' }}{% endfor %}"
+        "{% if add_generation_prompt %}a{% endif %}"
+    )
+    question = {"role": "user", "content": "bc"}
+    texts = []
+    for messages in ([question], [question, {"role": "assistant", "content": "de"}]):
+        texts.append("".join(shared.LETTERS[token] for token in script.encode(tokenizer, messages)))
+    assert texts == ["ubcxa", "ubcxade"]
+
+
+def test_what_is_trained_is_said(folder):
+    """Of all parameters, of experts and of their routers: adapters leave some of them as they are."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    config = transformers.MixtralConfig(
+        vocab_size=28, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config).requires_grad_(True)
+    experts = 2 * 3 * 8 * 8
+    assert f"{experts} of {experts} of experts (1), 16 of 16 of routers (1)" in grpo.what_is_trained(model)
+    total = sum(p.numel() for p in model.parameters())
+    assert grpo.what_is_trained(model).startswith(f"{total:,} of {total:,} parameters (1)")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    assert f"0 of {experts} of experts (0), 0 of 16 of routers (0)" in grpo.what_is_trained(adapted)
+    assert "experts" not in grpo.what_is_trained(random_gpt(1))
+
+
+def test_kl_coefficient_is_adapted(folder, tmp_path, monkeypatch):
+    """By a tenth of the relative error, which counts up to 20%; a resumed run goes on with it."""
+    args = rlhf.Args(kl_coef=2.0, kl_target=5.0)
+    for kl, factor in ((5.0, 1.0), (5.5, 1.01), (4.5, 0.99), (50.0, 1.02), (-1.0, 0.98)):
+        assert rlhf.adapted_kl_coef(kl, args) == pytest.approx(2 * factor)
+    assert rlhf.adapted_kl_coef(50.0, replace(args, kl_target=None)) == 2
+    monkeypatch.chdir(tmp_path)
+    path = rlhf.train(real_args(rlhf, folder, kl_target=0.001, total_episodes=128))
+    metrics = curves(path.parent)
+    for episodes in (0, 32, 64):
+        given = replace(args, kl_coef=metrics["kl_coef"][episodes], kl_target=0.001)
+        expected = rlhf.adapted_kl_coef(metrics["objective/kl"][episodes], given)
+        assert metrics["kl_coef"][episodes + 32] == pytest.approx(expected)
+    (tmp_path / "two").mkdir()
+    monkeypatch.chdir(tmp_path / "two")
+    first = rlhf.train(real_args(rlhf, folder, kl_target=0.001, total_episodes=64))
+    saved, _ = rlhf.load_checkpoint(first)
+    assert saved.kl_coef == pytest.approx(metrics["kl_coef"][64])
+
+
+def test_iterated_rlhf(tmp_path, monkeypatch):
+    """The reward model learns from more comparisons when they are due; resumed, the run is the same."""
+    monkeypatch.chdir(tmp_path)
+    fit, steps = rlhf.fit, []
+
+    def short_fit(network, loss, count, rate, name):
+        steps.append((name, count))
+        fit(network, loss, 150 if name == "supervised learning" else 10, rate, name)
+
+    monkeypatch.setattr(rlhf, "fit", short_fit)
+    args = rlhf.Args(batch_size=32, num_minibatches=1, total_episodes=160, reward_model_updates=2)
+    path = rlhf.train(args)
+    assert steps == [
+        ("supervised learning", 600), ("reward model", 281), ("reward model", 351), ("reward model", 421),
+    ]  # fmt: skip
+    whole = load(path)
+    assert len(whole["comparisons"]) == 9000
+    for row, chosen, rejected in whole["comparisons"][-1500:]:
+        assert row["prompt"].endswith(":")
+        assert isinstance(chosen, str)
+        assert isinstance(rejected, str)
+    taste = [rlhf.human(row, chosen) - rlhf.human(row, other) for row, chosen, other in whole["comparisons"]]
+    assert 0.3 < np.mean(taste) < 3  # the human errs at times only
+    (tmp_path / "parts").mkdir()
+    monkeypatch.chdir(tmp_path / "parts")
+    monkeypatch.setattr(rlhf, "collect", failing(rlhf.collect, 5, RuntimeError()))
+    with pytest.raises(RuntimeError):
+        rlhf.train(args)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path / "parts")
+    part = checkpoint_in(tmp_path / "parts")
+    resumed = load(rlhf.train(replace(args, resume=str(part))))
+    assert same(resumed["weights"], whole["weights"])
+    assert resumed["comparisons"] == whole["comparisons"]
+
+
 PROMPTS = [  # lines of a file of prompts, and what is said of them
     (['{"prompt": "ab"}', '{"prompt": '], "line 2"),
     (['{"prompt": 3}'], "line 1"),
+    (['{"prompt": []}'], "line 1"),
+    (['{"prompt": ["a"]}'], "line 1"),
+    (['{"prompt": [{"role": "user", "value": "a"}]}'], "'value'"),
+    (['{"prompt": [{"from": "human", "content": "a"}]}'], "'from'"),
+    (['{"prompt": [{"role": "user", "content": null}]}'], "line 1"),
+    (['{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}'], "line 1"),
     ([], "line 1"),
     (['{"prompt": ""}'], "0 tokens"),
     (['{"prompt": "%s"}' % ("a" * 25)], "25 tokens"),
@@ -1104,7 +1502,13 @@ def test_wrong_prompts(lines, what, folder, tmp_path):
     assert len(grpo.load_task(args).prompts) == 1
 
 
-@pytest.mark.parametrize("results", [None, [[1.0], [2.0]], [1.0], [1.0, math.nan]], ids=str)
+WRONG_REWARDS = {
+    "none": None, "columns": [[1.0], [2.0]], "few": [1.0], "nan": [1.0, math.nan], "infinite": [1.0, 1e39],
+    "texts": ["a", "b"], "dict": {0: 1.0, 1: 2.0}, "generator": (x for x in (1.0, 2.0)), "text": "12",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("results", WRONG_REWARDS.values(), ids=WRONG_REWARDS)
 def test_wrong_reward_functions(results, folder, tmp_path, monkeypatch):
     """They are named before the model is loaded."""
     monkeypatch.setattr(shared, "vowels", lambda rows, texts: results)
@@ -1115,6 +1519,8 @@ def test_wrong_reward_functions(results, folder, tmp_path, monkeypatch):
 def test_wrong_files(script, folder, tmp_path):
     """Missing files, an adapter, a flag twice, too few prompts."""
     args = real_args(script, folder)
+    with pytest.raises(ValueError, match="--model"):  # it would be dropped
+        script.train(script.Args(), make_task(["2"], script))
     refused(script, tmp_path, replace(args, prompts="missing.jsonl"), "missing.jsonl")
     refused(script, tmp_path, args, "one after the other", "--reward-function", "language_helpers:vowels")
     shutil.copytree(folder / "llama", tmp_path / "adapter")
@@ -1172,6 +1578,13 @@ WRONG = [
     (grpo, {"group_size": 1}, "--group-size"),
     (grpo, {"group_size": 3}, "--batch-size"),
     (grpo, {"kl_in": "loss"}, "--kl-coef"),
+    (grpo, {"kl_in": "loss", "kl_coef": 0.1, "ratio": "sequence"}, "--ratio"),
+    (rlhf, {"kl_target": 5.0, "kl_coef": 0.0}, "--kl-target"),
+    (
+        rlhf,
+        {"reward_model_updates": 2, "model": "x", "prompts": "y", "reward_model": "z"},
+        "--reward-model-updates",
+    ),
     (grpo, {"learning_rate": -1.0}, "--learning-rate"),
     (grpo, {"resume": __file__}, "not a checkpoint"),
     (grpo, {"lora_rank": 4}, "--lora-rank"),
@@ -1223,6 +1636,7 @@ def test_gpt_is_that_of_transformers():
     own, other = (rlhf.token_log_probs(model, batch, 0.7) for model in (ours, theirs))
     torch.testing.assert_close(own[batch.mask], other[batch.mask])
     task, generated = make_task(["2 3", "7 8 9 10"]), []
+    task.stop_tokens.clear()
     for model in (ours, theirs):
         torch.manual_seed(0)
         generated.append(rlhf.generate(model, task, task.prompts, rlhf.Args(max_response_length=6))[0])
