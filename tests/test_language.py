@@ -1377,6 +1377,34 @@ def test_reward_functions_of_trl_and_tokens(script, folder, tmp_path, monkeypatc
     refused(script, tmp_path / "other", args, "trl_reward gives a reward")
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_recipe_of_a_reward_model(name, folder, tmp_path):
+    """The function of the page reads the score after the end token, whatever the tokenizer pads with."""
+    transformers = pytest.importorskip("transformers")
+    (text,) = (
+        block.partition("```")[0]
+        for block in (ROOT / "docs/language_models.md").read_text().split("```python\n")
+        if "AutoModelForSequenceClassification" in block.partition("```")[0]
+    )
+    models, task = shared.pretrained(rlhf, real_args(rlhf, folder, reward_model=str(folder / "llama-reward")))
+    rows, texts = task.prompts[:7], ["a", "bcd", "", "efghi", "jj", "k", "lmno"]
+    if name == "gpt2":
+        more = {"model": str(folder / "gpt2"), "reward_model": str(folder / "gpt2-reward")}
+        models, task = shared.pretrained(rlhf, real_args(rlhf, folder, **more))
+    args = rlhf.Args(max_response_length=8)
+    expected = rlhf.last_output(models.reward_model, rlhf.tokenize(task, rows, texts, args)).squeeze(1)
+    for side, pad_token in (("right", None), ("left", "<stop>"), ("right", "<unknown>")):
+        shutil.copytree(folder / f"{name}-reward", tmp_path / side, dirs_exist_ok=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / side)
+        tokenizer.padding_side, tokenizer.pad_token = side, pad_token
+        tokenizer.save_pretrained(tmp_path / side)
+        names = {**vars(transformers), "torch": torch, "folder": tmp_path / side}
+        names["AutoTokenizer"] = transformers.AutoTokenizer
+        names["AutoModelForSequenceClassification"] = transformers.AutoModelForSequenceClassification
+        exec(text, names)
+        torch.testing.assert_close(names["reward"](rows, texts), expected, atol=1e-5, rtol=1e-5)
+
+
 @both
 def test_half_an_answer_is_continued(script, folder):
     """Messages that end with the assistant's are no turn of their own."""
