@@ -12,7 +12,7 @@ once per batch, so a step is what happens from one call to the next. Seconds are
 
 Ours decays the learning rate per batch, TRL's per gradient step, so TRL gets our schedule. What differs:
 
-  - TRL draws prompts without replacement, ours with it. At 32 of 8,910 prompts per step, few repeat.
+  - Both use each prompt once before any again, in orders of their own.
   - TRL repeats a batch's minibatches in the second pass; ours shuffles again. Random numbers differ anyway.
   - TRL's dapo divides by the mean number of tokens per minibatch; our token-mean, by the minibatch's own.
   - TRL computes entropies in learning. Ours writes TensorBoard's log, all responses and two checkpoints.
