@@ -838,6 +838,8 @@ def rows_of_environments(args: Any) -> list[Row]:
 def rows_of_language_models(args: Any) -> list[Row]:
     """What a run of a script for language models will do."""
     has, steps = asdict(args).get, args.update_epochs * args.num_minibatches
+    target = f", adapted to a KL of {has('kl_target'):g}" if has("kl_target") else ""
+    ratio = " ratio of whole responses" if has("ratio") == "sequence" else ""
     rows = [
         ("batch", f"{args.batch_size:,} responses of at most {args.max_response_length} tokens", ""),
         ("iterations", f"about {iterations(args):,}, for {args.total_episodes:,.0f} responses", "30 or more"),
@@ -845,15 +847,19 @@ def rows_of_language_models(args: Any) -> list[Row]:
         ("minibatches", f"{args.num_minibatches} of {args.batch_size // args.num_minibatches:,}", ""),
         ("gradient steps", f"{steps:,} per iteration, about {steps * iterations(args):,} in all", ""),
         ("learning rate", f"{args.learning_rate:g}, decayed linearly to 0", ""),
-        ("policy loss", f"clipped, ε = {args.clip_coef:g}", "0.1 to 0.3"),
-        ("KL penalty", f"β = {args.kl_coef:g}, from the reference", "0 to 0.1"),
+        ("policy loss", f"clipped{ratio}, ε = {args.clip_coef:g}", "0.1 to 0.3"),
+        ("KL penalty", f"β = {args.kl_coef:g}{target}, from the reference", "0 to 0.1"),
         ("temperature", f"{args.temperature:g}", "0.7 to 1"),
         ("gradient norm", f"at most {args.max_grad_norm:g}", ""),
     ]
     if has("group_size"):
         rows.append(("advantages", f"of {args.group_size} responses to each prompt, minus their mean", ""))
     else:
-        rows.append(("critic", f"learning rate {args.critic_learning_rate:g}, λ = {args.gae_lambda:g}", ""))
+        clipped = ", values clipped" if has("clip_vloss") else ""
+        critic = f"learning rate {args.critic_learning_rate:g}, λ = {args.gae_lambda:g}{clipped}"
+        rows.append(("critic", critic, ""))
+        if has("ent_coef"):
+            rows.append(("entropy bonus", f"c₂ = {args.ent_coef:g}", "0 to 0.01"))
     return rows
 
 

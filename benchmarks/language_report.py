@@ -28,7 +28,8 @@ def load() -> tuple[pd.DataFrame, pd.DataFrame]:
     """The runs, with their J as a share of the highest optimum found for the seed and β; and their curves."""
     runs = pd.read_csv(RUNS).fillna({"flags": "", "fault": ""})
     runs = runs[runs.task.isin(["reviews", "sums"])].copy()  # the others are those of other programs
-    runs["best"] = runs.groupby(["seed", "kl_coef"]).objective_optimum.transform("max")
+    judge = runs.study.where(runs.study.str.contains("iterated"), "")  # reward models that are their own
+    runs["best"] = runs.groupby(["seed", "kl_coef", judge]).objective_optimum.transform("max")
     runs["of_best"] = runs.objective / runs.best
     curves = pd.read_csv(CURVES).merge(runs, on=["study", "seed"], suffixes=("", "_at_end"))
     curves["share"] = (curves.score - curves.reference_score - curves.kl_coef * curves.kl) / curves.best
@@ -102,6 +103,21 @@ def results_table(runs: pd.DataFrame, studies: str) -> Iterator[Row]:
         }
 
 
+def iterated_table(runs: pd.DataFrame) -> Iterator[Row]:
+    """Runs whose reward model or β changes, beside the same ones whose do not, of the same seed."""
+    pairs = [("ppo-reviews", "ppo-iterated"), ("ppo-beta-0.002", "ppo-low-iterated"), ("ppo-kl-target",)]
+    for names in pairs:
+        for name in names:
+            for run in runs[(runs.study == name) & (runs.seed == 1)].itertuples():
+                yield {
+                    "run": f"`ppo_rlhf.py {run.flags}`".replace(" `", "`"),
+                    "KL": f"{run.kl:.2f}",
+                    "score by the last reward model": f"{run.score:.2f}",
+                    "taste before": f"{run.gold_before:.2f}",
+                    "taste": f"{run.gold:.2f}",
+                }
+
+
 def cost_table(runs: pd.DataFrame, curves: pd.DataFrame) -> Iterator[Row]:
     """What the methods take in all, and until 90% of the best J, or of the sums; with the same seeds."""
     for task, quantity in (("reviews", "share"), ("sums", "gold")):
@@ -173,6 +189,7 @@ def tables(runs: pd.DataFrame, curves: pd.DataFrame) -> dict[str, str]:
     """All tables as Markdown, by name."""
     made = {"seeds": seeds_table(runs), "frontier": frontier_table(runs), "cost": cost_table(runs, curves)}
     made |= {"placement": results_table(runs, PLACEMENTS), "low": results_table(runs, LOW)}
+    made["iterated"] = iterated_table(runs)
     return {name: markdown(rows) for name, rows in made.items()}
 
 
