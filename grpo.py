@@ -769,6 +769,19 @@ def tokenize(task: Task, rows: list[dict], texts: list[str], args: Args) -> Resp
     return Responses(*pad(prompts, "left", args.device), *pad(responses, "right", args.device))
 
 
+def arguments_of_trl(rows: list[dict], texts: list[str], tokens: list[list[int]]) -> dict[str, Any]:
+    """What TRL's GRPOTrainer passes to a reward function; a key of the rows is a list, by its name."""
+    prompts = [row["prompt"] for row in rows]
+    completions: list[Any] = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    columns = {key: [row.get(key) for row in rows] for row in rows for key in row}
+    columns.pop("prompt")
+    columns.pop("completion", None)
+    return columns | {"prompts": prompts, "completions": completions, "completion_ids": tokens}
+
+
 def call_reward(
     name: str, function: Callable, rows: list[dict], texts: list[str], tokens: list[list[int]]
 ) -> Tensor:
@@ -778,19 +791,20 @@ def call_reward(
     `completions` is called as TRL does. Raises `ValueError` if the results are not B finite numbers or None.
     """
     count, rows, texts = len(texts), copy.deepcopy(rows), list(texts)  # a function may change what it gets
-    parameters = inspect.signature(function).parameters
-    if "completions" in parameters:
-        columns = {key: [row.get(key) for row in rows] for row in rows for key in row if key != "prompt"}
-        prompts = [row["prompt"] for row in rows]
-        completions: list[Any] = [
-            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in zip(prompts, texts, strict=True)
-        ]
-        results = function(prompts=prompts, completions=completions, completion_ids=tokens, **columns)
-    elif "tokens" in parameters:
-        results = function(rows, texts, tokens=tokens)
-    else:
-        results = function(rows, texts)
+    try:
+        signature = inspect.signature(function)
+        if "completions" in signature.parameters:
+            given = signature.bind(**arguments_of_trl(rows, texts, tokens))
+        elif "tokens" in signature.parameters:
+            given = signature.bind(rows, texts, tokens=tokens)
+        else:
+            given = signature.bind(rows, texts)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} cannot be called as a reward function: {error}") from None
+    results = function(*given.args, **given.kwargs)
+    if inspect.iscoroutine(results):
+        results.close()
+        raise ValueError(f"{name} is an async function: wrap it in one that calls asyncio.run")
     values = results.tolist() if hasattr(results, "tolist") else results  # of PyTorch or NumPy
     try:
         if not isinstance(values, (list, tuple)):

@@ -1405,6 +1405,26 @@ def test_recipe_of_a_reward_model(name, folder, tmp_path):
         torch.testing.assert_close(names["reward"](rows, texts), expected, atol=1e-5, rtol=1e-5)
 
 
+async def asynchronous(rows, responses):
+    return [1.0] * len(rows)
+
+
+@pytest.mark.parametrize(("function", "what"), [
+    (asynchronous, "asyncio.run"),
+    (lambda rows: [1.0], "too many positional arguments"),
+    (lambda completions, trainer_state, **more: [1.0], "trainer_state"),
+    (lambda completions: [1.0], "unexpected keyword argument"),
+    (max, "signature"),
+])  # fmt: skip
+def test_functions_that_cannot_be_called(function, what, folder, tmp_path, monkeypatch):
+    """They are named, before the model is loaded."""
+    monkeypatch.setattr(shared, "odd", function, raising=False)
+    args = real_args(grpo, folder, reward_function=("language_helpers:odd",))
+    refused(grpo, tmp_path, args, "language_helpers:odd")
+    with pytest.raises(ValueError, match=what):
+        grpo.load_task(args)
+
+
 @both
 def test_half_an_answer_is_continued(script, folder):
     """Messages that end with the assistant's are no turn of their own."""
