@@ -474,9 +474,10 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return total / count
 
 
-def mean_over_processes(x: Tensor) -> float:
-    """Mean of x over all processes, without what is not a number: where a reward function gave None."""
-    return masked_mean(x.nan_to_num(), ~x.isnan()).item()
+def means_over_processes(columns: dict[str, Tensor]) -> dict[str, float]:
+    """Means over all processes; not of numbers that are NaN, where a reward function gave None."""
+    means = {name: masked_mean(x.nan_to_num(), ~x.isnan()).item() for name, x in columns.items()}
+    return {name: value for name, value in means.items() if not math.isnan(value)}
 
 
 def group_advantages(scores: Tensor, kl: Tensor, args: Args) -> Tensor:
@@ -613,7 +614,7 @@ def collect(models: Models, task: Task, args: Args, episodes: int = 0) -> tuple[
     }
     if models.reference is not None:
         means["objective/kl"] = kl  # in nats per response
-    metrics = {name: mean_over_processes(values) for name, values in means.items()}
+    metrics = means_over_processes(means)
     metrics["entropy"] = -masked_mean(log_probs, mask).item()  # an estimate, in nats per token
     samples = {"response": decode(task.tokenizer, responses), "row": rows, "reward": scores.tolist()}
     samples |= {name: without_nan(values) for name, values in rewards.items()}
@@ -678,10 +679,8 @@ def train(args: Args, task: Task | None = None) -> Path:
             learning_rate = args.learning_rate * (1 - episodes / args.total_episodes)
             optimizer.param_groups[0]["lr"] = learning_rate
             metrics |= batch_metrics | {"lr": learning_rate}
-            run.is_updating = True
             metrics |= update(models.actor, optimizer, batch, args)
             episodes += args.batch_size
-            run.is_updating = False
             run.log(episodes - args.batch_size, metrics, samples)
         run.save(episodes)
         if episodes >= args.total_episodes:
@@ -813,7 +812,7 @@ def call_reward(
         known = torch.tensor([value is not None for value in values])
         if len(values) != count or not rewards[known].isfinite().all():
             raise ValueError
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must return {count} finite numbers, not {results!r:.200}") from None
     return rewards
 
@@ -840,6 +839,19 @@ def check_functions(task: Task, may_be_none: bool = False) -> None:
     )
 
 
+def check_task(task: Task, may_have_none: bool = False) -> None:
+    """Raise `ValueError` for a task of a program that cannot be learnt."""
+    rows = [*task.prompts, *task.eval_prompts]
+    if not task.prompts or not all(isinstance(row, dict) and "prompt" in row for row in rows):
+        raise ValueError('a task needs prompts, which are dicts with a "prompt"')
+    if not task.reward_functions and not may_have_none:
+        raise ValueError("a task needs reward functions")
+    for name in {"episodes", "response", "row", "reward", "reward_model", "missing_eos"} & {
+        *task.reward_functions
+    }:
+        raise ValueError(f"a reward function cannot have the name {name}, which means something else")
+
+
 def without_nan(values: Tensor) -> list[float | None]:
     """The numbers of a tensor [B], as JSON can have them."""
     return [None if math.isnan(value) else value for value in values.tolist()]
@@ -857,7 +869,7 @@ def evaluate(actor: nn.Module, task: Task, args: Args) -> dict[str, float]:
     rows = task.eval_prompts[RANK::PROCESSES]
     responses, _ = generate(actor, task, rows, replace(args, temperature=args.eval_temperature))
     rewards = score(task, rows, responses, args)
-    return {f"eval/{name}": mean_over_processes(values) for name, values in rewards.items()}
+    return means_over_processes({f"eval/{name}": values for name, values in rewards.items()})
 
 
 def autocast(args: Args) -> torch.autocast:
@@ -997,7 +1009,11 @@ def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
 
     folder = Path(args.model or "").resolve()  # adapters name it, wherever they are loaded
     name = str(folder) if folder.exists() else args.model
-    frozen = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).requires_grad_(False)
+    options = {"dtype": torch.float32, "output_loading_info": True}
+    frozen, loading = AutoModelForCausalLM.from_pretrained(name, **options)
+    if loading["missing_keys"]:  # transformers would make up numbers
+        raise RefusedError(f"--model {name} is no language model: it lacks {sorted(loading['missing_keys'])}")
+    frozen.requires_grad_(False)
     actor = make_trainable(frozen, args, "CAUSAL_LM")
     if args.bfloat16:
         use_bfloat16(actor, frozen)
@@ -1010,7 +1026,13 @@ def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
 def read_rows(file: str, tokenizer: Any, longest: int) -> list[dict]:
     """The lines of a file of prompts. Raises `ValueError` for one that is wrong or too long."""
     rows = []
-    for number, line in enumerate(Path(file).read_text(encoding="utf-8").strip().split("\n"), 1):
+    try:
+        lines = Path(file).read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not in UTF-8: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
             length = len(encode(tokenizer, row["prompt"]))
@@ -1018,8 +1040,11 @@ def read_rows(file: str, tokenizer: Any, longest: int) -> list[dict]:
             what = f"{type(error).__name__}: {error}"
             raise ValueError(f'{file}, line {number}: {what}, where {{"prompt": ...}} is needed') from error
         if not 0 < length <= longest:
-            raise ValueError(f"{file}, line {number}: {length} tokens; the model can take 1 to {longest}")
+            limit = f"the model can take 1 to {longest}, with --max-response-length"
+            raise ValueError(f"{file}, line {number}: {length} tokens; {limit}")
         rows.append(row)
+    if not rows:
+        raise ValueError(f"{file}, line 1: no prompt")
     return rows
 
 
@@ -1061,6 +1086,10 @@ def without_autocast(forward: Callable, hidden: Tensor) -> Tensor:
         return forward(hidden.float())
 
 
+class RefusedError(ValueError):
+    """Settings that turn out to be wrong when models are loaded."""
+
+
 # ------------------------------------------------- Logging, checkpoints, command line ----------------------
 
 
@@ -1074,7 +1103,7 @@ class Run:
         self.path = Path(args.resume or Path("runs", name, "checkpoint.pt"))
         self.completions = self.path.with_name("completions.jsonl")
         self.start_time = self.last_save = time.monotonic()
-        self.start, self.last_print, self.is_updating = episodes, 0.0, False
+        self.start, self.last_print = episodes, 0.0
         if RANK > 0:
             return
         folder = self.path.parent
@@ -1094,9 +1123,9 @@ class Run:
             if path.suffix == ".py" and path.is_file() and not Path(folder, path.name).exists():
                 Path(folder, path.name).write_bytes(path.read_bytes())
         if self.completions.exists():  # the last line may be incomplete, if the process was killed
-            lines = self.completions.read_text(encoding="utf-8").split("\n")[:-1]
-            kept = [line + "\n" for line in lines if episodes_of(line) < episodes]
-            self.completions.write_text("".join(kept), encoding="utf-8")
+            lines = self.completions.read_bytes().split(b"\n")[:-1]
+            kept = [line + b"\n" for line in lines if episodes_of(line) < episodes]
+            self.completions.write_bytes(b"".join(kept))
 
     def save(self, episodes: int) -> None:
         """Write a checkpoint and the model. Until the checkpoint is complete, the previous one stays."""
@@ -1113,28 +1142,34 @@ class Run:
             self.write_model("model")
 
     def save_after(self, error: BaseException, episodes: int) -> None:
-        """Save what is learnt after an error; not if a second Ctrl-C ends an iteration's gradient steps."""
-        if RANK > 0 or (self.is_updating and isinstance(error, KeyboardInterrupt)):
+        """Save what is learnt after an error, or a second Ctrl-C: all gradient steps that were taken."""
+        if RANK > 0:
             return
         self.save(episodes)
-        error.add_note(f"saved; to continue: --resume {self.path}")
+        finished = episodes >= self.args.total_episodes
+        error.add_note("saved" if finished else f"saved; to continue: --resume {self.path}")
 
     def keep_best(self, episodes: int, metrics: dict[str, float]) -> None:
         """Write the model to best/, too, if its evaluation is the best so far, by the sum of its rewards."""
         if RANK > 0 or not (metrics and self.args.model):
             return
-        file, total = self.path.with_name("best") / "evaluation.json", sum(metrics.values())
-        if file.exists() and json.loads(file.read_text())["sum"] >= total:
+        evaluation = {"episodes": episodes, "sum": sum(metrics.values())} | metrics
+        try:
+            best = json.loads((self.path.with_name("best") / "evaluation.json").read_text())
+        except (OSError, ValueError):  # none so far
+            best = {}
+        if best.keys() == evaluation.keys() and best["sum"] >= evaluation["sum"]:
             return
-        self.write_model("best")
-        file.write_text(json.dumps({"episodes": episodes, "sum": total} | metrics, indent=1))
+        self.write_model("best", evaluation)
 
-    def write_model(self, name: str) -> None:
+    def write_model(self, name: str, evaluation: dict | None = None) -> None:
         """Write the model to a folder of the run. Until it is complete, the previous one stays."""
         folder, new = self.path.with_name(name), self.path.with_name(f"{name}.tmp")
         shutil.rmtree(new, ignore_errors=True)
         self.models.actor.save_pretrained(new)
         self.task.tokenizer.save_pretrained(new)
+        if evaluation:
+            (new / "evaluation.json").write_text(json.dumps(evaluation, indent=1))
         shutil.rmtree(folder, ignore_errors=True)
         new.replace(folder)
 
@@ -1184,7 +1219,7 @@ def what_is_trained(actor: nn.Module) -> str:
     return ", ".join(shares)
 
 
-def episodes_of(line: str) -> float:
+def episodes_of(line: bytes) -> float:
     """The number of responses before this line of completions.jsonl was written; infinite if it is broken."""
     try:
         return json.loads(line)["episodes"]
@@ -1207,8 +1242,11 @@ def load_checkpoint(path: str | Path) -> tuple[Args, dict]:
 def restore(path: str, models: Models, optimizer: Adam) -> int:
     """Continue the training in which this checkpoint was saved. Returns the number of responses so far."""
     _, content = load_checkpoint(path)
-    models.load_state_dict(content["weights"], strict=not content["args"]["model"])
-    optimizer.load_state_dict(copy.deepcopy(content["optimizer"]))  # tensors in memory, not of the file
+    try:
+        models.load_state_dict(content["weights"], strict=not content["args"]["model"])
+        optimizer.load_state_dict(copy.deepcopy(content["optimizer"]))  # tensors in memory, not of the file
+    except (RuntimeError, ValueError) as error:
+        raise RefusedError(f"{path} is of a run with other networks: {error}") from error
     return content["episodes"]
 
 
@@ -1235,6 +1273,8 @@ def check_bounds(args: Args) -> None:
 def check(args: Args, task: Task | None = None) -> None:
     """Raise `ValueError` for settings that cannot be right, before anything is written."""
     check_bounds(args)
+    if task:
+        check_task(task)
     divisors = args.group_size * PROCESSES, args.num_minibatches * PROCESSES
     others = args.eval_prompts or args.lora_rank or args.bfloat16 or args.max_response_length > 24
     for wrong, reason in [
@@ -1243,6 +1283,7 @@ def check(args: Args, task: Task | None = None) -> None:
         (args.kl_in == "loss" and not args.kl_coef, "--kl-in loss needs a --kl-coef above 0"),
         (args.kl_in == "loss" and args.ratio == "sequence", "--ratio sequence cannot go with --kl-in loss"),
         (task and not args.model, "a task of your own needs --model"),
+        (len({*args.reward_function}) < len(args.reward_function), "--reward-function names one twice"),
         (len({bool(args.model), bool(args.prompts), bool(args.reward_function)}) > 1,
          "--model, --prompts and --reward-function need each other"),
         (not args.model and others,
@@ -1264,7 +1305,7 @@ def parse_args() -> Args:
     """The settings of the command line; with --resume, the others are the checkpoint's."""
     if {"True", "False"} & {*sys.argv}:
         raise ValueError("write --track or --no-track, for example, without True or False")
-    flags = [word.partition("=")[0] for word in sys.argv]
+    flags = [word.partition("=")[0].replace("_", "-") for word in sys.argv]
     if flags.count("--reward-function") > 1:
         raise ValueError("--reward-function takes several functions, one after the other")
     parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [")[0])
@@ -1312,7 +1353,11 @@ def main() -> None:
     STOP.clear()
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    path = train(args, task)
+    try:
+        path = train(args, task)
+    except RefusedError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
     if RANK == 0:
         print_commands(args, path)
     if STOP.is_set():

@@ -188,7 +188,7 @@ def share_of_an_update(script, folder):
     results = {
         "metrics": update(script, models, optimizer, share, args),
         "weights": flat(models.parameters()),
-        "mean": script.mean_over_processes(share.log_probs[:, 0]),
+        "mean": script.means_over_processes({"a": share.log_probs[:, 0]})["a"],
         "masked_mean": script.masked_mean(share.log_probs, share.mask).item(),
     }
     if script is grpo:
