@@ -74,7 +74,7 @@ LONGEST = {"reviews": 8, "sums": 24}  # tokens of a response
 FIVE, TWENTY = (1, 2, 3, 4, 5), (*range(1, 19), 4711, 4712)
 GRPO = "--learning-rate 1e-3"  # on reviews, as PPO has it
 STUDIES = [  # what matters most is first
-    Study("ppo-reviews", rlhf, "reviews", seeds=FIVE),
+    Study("ppo-reviews", rlhf, "reviews", seeds=(*FIVE, 11, 12)),
     Study("grpo-sums", grpo, "sums", seeds=TWENTY),
     Study("ppo-iterated", rlhf, "reviews", "--reward-model-updates 24"),
     Study("ppo-kl-target", rlhf, "reviews", "--kl-target 2"),
