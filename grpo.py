@@ -541,8 +541,8 @@ def grpo_loss(log_probs: Tensor, batch: Batch, num_tokens: Tensor, args: Args) -
 
         loss_it = -min(ρ_it A_i, clip(ρ_it, 1 - ε, 1 + ε_high) A_i) + β KL_it
 
-    ρ is the ratio π / π_old of the token, or by --ratio sequence that of the response to the power of
-    1/|o_i| ([GSPO], equation 7). KL_it is, by --kl-in, with x = π_ref / π,
+    ρ is the ratio π / π_old of the token, or by --ratio sequence exp(1/|o_i| Σ_t log(π / π_old)), which is
+    the same for all tokens of a response ([GSPO], equation 7). KL_it is, by --kl-in, with x = π_ref / π,
 
         reward    0; instead, β Σ_t log(π_old / π_ref), k1 of [KL], lowers the response's advantage
         loss      k3 of [KL], x - 1 - log x ([GRPO], equation 4)
@@ -580,7 +580,7 @@ def collect(models: Models, task: Task, args: Args, episodes: int = 0) -> tuple[
     """B responses with advantages, G to each of the next prompts; also metrics, and what is to be written.
 
     An example with B = 4, G = 2 and no KL penalty. The second prompt has two tokens, and padding before them;
-    a response ends with a stop token, and has padding after it:
+    a short response has padding after its stop token, and the last one is cut off:
 
         prompts     [[5, 6, 7], [5, 6, 7], [-, 8, 9], [-, 8, 9]]
         responses   [[3, stop, -], [4, 4, stop], [4, stop, -], [3, 3, 3]]
@@ -1130,7 +1130,7 @@ class Run:
     def save(self, episodes: int) -> None:
         """Write a checkpoint and the model. Until the checkpoint is complete, the previous one stays."""
         self.last_save = time.monotonic()
-        if RANK > 0 or (self.args.resume and episodes == self.start):  # the checkpoint is there already
+        if RANK > 0:
             return
         self.writer.flush()  # first, so that the curves have no gap where training resumes
         named = self.models.named_parameters()
@@ -1284,7 +1284,7 @@ def check(args: Args, task: Task | None = None) -> None:
         (args.kl_in == "loss" and args.ratio == "sequence", "--ratio sequence cannot go with --kl-in loss"),
         (task and not args.model, "a task of your own needs --model"),
         (len({*args.reward_function}) < len(args.reward_function), "--reward-function names one twice"),
-        (len({bool(args.model), bool(args.prompts), bool(args.reward_function)}) > 1,
+        (task is None and len({bool(args.model), bool(args.prompts), bool(args.reward_function)}) > 1,
          "--model, --prompts and --reward-function need each other"),
         (not args.model and others,
          "--eval-prompts, --lora-rank, --bfloat16 and a --max-response-length above 24 need --model"),

@@ -418,8 +418,8 @@ class TokenLogProbs(torch.autograd.Function):
     """log π [B, S] of tokens [B, S, 1] and the entropy [B, S] of π, from logits [B, S, V] over a temperature.
 
     For large vocabularies, logits take most of the memory. They are there once: softmax is computed for 256
-    tokens at a time, and in the backward pass their gradient takes their place. By the logit of v, log π of
-    the token has the gradient 1(v = token) - π(v), and the entropy H has -π(v) (log π(v) + H).
+    tokens at a time, and in the backward pass their gradient takes their place. By the logit of v over the
+    temperature, log π of the token has the gradient 1(v = token) - π(v), the entropy H -π(v) (log π(v) + H).
     """
 
     @staticmethod
@@ -538,7 +538,7 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """Rewards [B, L] from scores [B] and kl = log π - log π_ref [B, L] ([RLHF], equation 2, without its γ).
+    """Rewards [B, L] from scores [B] and kl = log π - log π_ref [B, L] ([RLHF], equation 2, but its last term).
 
         r_t = -β kl_t, plus the score at the last token
 
@@ -584,8 +584,10 @@ class Batch(NamedTuple):
 def ppo_loss(models: Models, batch: Batch, num_tokens: Tensor, args: Args) -> tuple[Tensor, dict]:
     """The loss to minimise ([PPO], equation 9, negated), and metrics.
 
-    They are sums divided by the whole minibatch's number of tokens: those of its parts add up to means. The
-    value loss needs no weight c₁, as actor and critic are separate networks with learning rates of their own.
+        loss_t = -min(r_t A_t, clip(r_t, 1 - ε, 1 + ε) A_t) + ½ (V_t - return_t)² - c₂ H_t
+
+    Loss and metrics are divided by the whole minibatch's number of tokens, so that those of its parts add up
+    to means. The value loss needs no weight c₁: actor and critic are networks with learning rates of their own.
     """
     log_probs, entropy = log_probs_and_entropy(models.actor, batch, args.temperature)
     log_ratio = (log_probs - batch.log_probs) * batch.mask
@@ -657,6 +659,7 @@ def collect(models: Models, task: Task, args: Args, episodes: int = 0) -> tuple[
         "completions/mean_length": mask.sum(1),
         "completions/clipped_ratio": ~ended(responses, task),
     }
+    # Advantages are what the critic does not explain of the returns: returns - values.
     error, spread = (masked_mean((x - masked_mean(x, mask)).square(), mask) for x in (advantages, returns))
     metrics = means_over_processes(means) | {
         "entropy": -masked_mean(log_probs, mask).item(),  # an estimate, in nats per token
@@ -1275,7 +1278,7 @@ class Run:
     def save(self, episodes: int) -> None:
         """Write a checkpoint and the model. Until the checkpoint is complete, the previous one stays."""
         self.last_save = time.monotonic()
-        if RANK > 0 or (self.args.resume and episodes == self.start):  # the checkpoint is there already
+        if RANK > 0:
             return
         self.writer.flush()  # first, so that the curves have no gap where training resumes
         named = self.models.named_parameters()
@@ -1427,7 +1430,7 @@ def check(args: Args, task: Task | None = None) -> None:
     for wrong, reason in [
         (args.batch_size % (args.num_minibatches * PROCESSES),
          "--batch-size must be a multiple of --num-minibatches x processes"),
-        (len({bool(args.model), bool(args.prompts), bool(judged)}) > 1,
+        (task is None and len({bool(args.model), bool(args.prompts), bool(judged)}) > 1,
          "--model needs --prompts and a --reward-model or --reward-function; and the other way around"),
         (not args.model and others,
          "--eval-prompts, --lora-rank, --bfloat16 and a --max-response-length above 24 need --model"),
