@@ -538,7 +538,7 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """Rewards [B, L] from scores [B] and kl = log π - log π_ref [B, L] ([RLHF], equation 2, but its last term).
+    """Rewards [B, L] from scores [B] and kl = log π - log π_ref [B, L] ([RLHF], eq. 2, but its last term).
 
         r_t = -β kl_t, plus the score at the last token
 
@@ -587,7 +587,7 @@ def ppo_loss(models: Models, batch: Batch, num_tokens: Tensor, args: Args) -> tu
         loss_t = -min(r_t A_t, clip(r_t, 1 - ε, 1 + ε) A_t) + ½ (V_t - return_t)² - c₂ H_t
 
     Loss and metrics are divided by the whole minibatch's number of tokens, so that those of its parts add up
-    to means. The value loss needs no weight c₁: actor and critic are networks with learning rates of their own.
+    to means. The value loss needs no weight c₁: actor and critic have weights and rates of their own.
     """
     log_probs, entropy = log_probs_and_entropy(models.actor, batch, args.temperature)
     log_ratio = (log_probs - batch.log_probs) * batch.mask

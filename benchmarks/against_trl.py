@@ -1,6 +1,6 @@
 """Train the same model with grpo.py and with TRL's GRPOTrainer: reward curves, seconds and memory.
 
-    pip install -e '.[benchmarks,rlhf]' trl requests
+    pip install -e '.[benchmarks,rlhf,trl]'
     python benchmarks/against_trl.py     # does what language.csv lacks
     python benchmarks/report.py          # the table
     python benchmarks/figures.py         # the figure
