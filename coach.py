@@ -548,8 +548,13 @@ def report(run: RunLog) -> tuple[str, bool]:
     if len(wrong) > 1:
         lines.append("Begin with the first one: it may be the cause of the others.")
     if not wrong:
-        lines.append("Nothing is wrong now, as far as the metrics tell. Compare the return with a known one,")
-        lines.append("and watch the agent.")
+        lines.append("Nothing is wrong now, as far as the metrics tell.")
+        if "token_kl" in known:
+            lines.append("Read some responses in completions.jsonl.")
+        else:
+            lines.append("Compare the return with a known one, and watch the agent.")
+        if len(run.steps) < 10:
+            lines.append("There are few iterations, though: many faults show only after ten.")
     return "\n".join(lines) + "\n", bool(wrong)
 
 

@@ -781,6 +781,17 @@ def arguments_of_trl(rows: list[dict], texts: list[str], tokens: list[list[int]]
     return columns | {"prompts": prompts, "completions": completions, "completion_ids": tokens}
 
 
+def load_functions(names: tuple[str, ...]) -> dict[str, Callable]:
+    """The reward functions that --reward-function names. Raises `ValueError` for wrong names."""
+    functions = {}
+    for name in names:
+        try:
+            functions[name] = pkgutil.resolve_name(name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"--reward-function {name} is no module:function: {error}") from error
+    return functions
+
+
 def call_reward(
     name: str, function: Callable, rows: list[dict], texts: list[str], tokens: list[list[int]]
 ) -> Tensor:
@@ -987,10 +998,12 @@ def load_task(args: Args) -> Task:
     """The task that the flags name, without stop tokens. Raises `ValueError` for wrong prompts or rewards."""
     from transformers import AutoConfig, AutoTokenizer
 
-    functions = {name: pkgutil.resolve_name(name) for name in args.reward_function}
+    functions = load_functions(args.reward_function)
     tokenizer, config = AutoTokenizer.from_pretrained(args.model), AutoConfig.from_pretrained(args.model)
     context = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     longest = context - args.max_response_length
+    if longest < 1:
+        raise ValueError(f"--max-response-length leaves no token for a prompt: the context is {context}")
     files = args.prompts, args.eval_prompts
     prompts, held_out = (read_rows(file, tokenizer, longest) if file else [] for file in files)
     if 0 < len(held_out) < PROCESSES:
@@ -1035,10 +1048,12 @@ def read_rows(file: str, tokenizer: Any, longest: int) -> list[dict]:
             continue
         try:
             row = json.loads(line)
+            if not isinstance(row, dict) or "prompt" not in row:
+                found = f"the keys {', '.join(row)}" if isinstance(row, dict) else f"{row!r:.100}"
+                raise ValueError(f'needed is {{"prompt": ...}} in JSON, and there are {found}')
             length = len(encode(tokenizer, row["prompt"]))
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise ValueError(f'{file}, line {number}: {what}, where {{"prompt": ...}} is needed') from error
+            raise ValueError(f"{file}, line {number}: {type(error).__name__}: {error}") from error
         if not 0 < length <= longest:
             limit = f"the model can take 1 to {longest}, with --max-response-length"
             raise ValueError(f"{file}, line {number}: {length} tokens; {limit}")
@@ -1215,7 +1230,7 @@ def what_is_trained(actor: nn.Module) -> str:
         found = [p for name, p in actor.named_parameters() if re.search(pattern, name)]
         total, trained = sum(p.numel() for p in found), sum(p.numel() for p in found if p.requires_grad)
         if total:
-            shares.append(f"{trained:,} of {total:,} {kind} ({trained / total:.3g})")
+            shares.append(f"{trained:,} of {total:,} {kind} ({trained / total:.1%})")
     return ", ".join(shares)
 
 

@@ -1447,11 +1447,14 @@ def test_what_is_trained_is_said(folder):
     )  # fmt: skip
     model = transformers.MixtralForCausalLM(config).requires_grad_(True)
     experts = 2 * 3 * 8 * 8
-    assert f"{experts} of {experts} of experts (1), 16 of 16 of routers (1)" in grpo.what_is_trained(model)
+    assert (
+        f"{experts} of {experts} of experts (100.0%), 16 of 16 of routers (100.0%)"
+        in grpo.what_is_trained(model)
+    )
     total = sum(p.numel() for p in model.parameters())
-    assert grpo.what_is_trained(model).startswith(f"{total:,} of {total:,} parameters (1)")
+    assert grpo.what_is_trained(model).startswith(f"{total:,} of {total:,} parameters (100.0%)")
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-    assert f"0 of {experts} of experts (0), 0 of 16 of routers (0)" in grpo.what_is_trained(adapted)
+    assert f"0 of {experts} of experts (0.0%), 0 of 16 of routers (0.0%)" in grpo.what_is_trained(adapted)
     assert "experts" not in grpo.what_is_trained(random_gpt(1))
 
 
@@ -1517,6 +1520,8 @@ def test_iterated_rlhf(tmp_path, monkeypatch):
 PROMPTS = [  # lines of a file of prompts, and what is said of them
     (['{"prompt": "ab"}', '{"prompt": '], "line 2"),
     (['{"prompt": 3}'], "line 1"),
+    (['{"messages": [], "id": 1}'], "the keys messages, id"),
+    (["[1]"], "line 1"),
     (['{"prompt": []}'], "line 1"),
     (['{"prompt": ["a"]}'], "line 1"),
     (['{"prompt": [{"role": "user", "value": "a"}]}'], "'value'"),
@@ -1585,6 +1590,7 @@ def test_wrong_files(script, folder, tmp_path):
     transformers.AutoTokenizer.from_pretrained(folder / "llama").save_pretrained(tmp_path / "base")
     refused(script, tmp_path, replace(args, model="base"), "no language model")
     refused(script, tmp_path, replace(args, prompts="missing.jsonl"), "missing.jsonl")
+    refused(script, tmp_path, replace(args, max_response_length=32), "leaves no token")
     refused(script, tmp_path, args, "one after the other", "--reward-function", "language_helpers:vowels")
     shutil.copytree(folder / "llama", tmp_path / "adapter")
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
