@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("only", ["pendulum", "breakout", "language"])
+@pytest.mark.parametrize("only", ["pendulum", "language-ours"])
 def test_what_is_measured_on_a_gpu(only, monkeypatch, capsys):
     """The small version runs, and each measurement has its numbers. (Playground's take long to compile.)"""
     pytest.importorskip("datasets")
@@ -41,7 +41,7 @@ def test_what_is_measured_on_a_gpu(only, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert end.value.code == 0, shown
     lines = re.findall(rf"^{only}.*", shown, re.MULTILINE)
-    assert len(lines) == {"pendulum": 1, "breakout": 1, "language": 2}[only]
+    assert len(lines) == 1
     for line in lines:
         assert re.search(r"seconds [\d.e-]+  .*speed [\d,.]+  .*memory [\d.]+", line)
 

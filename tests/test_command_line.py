@@ -119,7 +119,7 @@ def test_refusals_of_other_scripts(case, words, expected, tmp_path):
 
 
 SCRIPTS = ppo, ppo_continuous, ppo_atari, ppo_lstm, ppo_gpu, ppo_rlhf, grpo
-OPTIONAL = "target_kl", "target_entropy", "desired_kl", "keep_every"
+OPTIONAL = "target_kl", "target_entropy", "desired_kl", "keep_every", "kl_target"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
