@@ -1138,7 +1138,7 @@ def test_two_processes_learn_like_one(script, tmp_path):
 
 
 @pytest.mark.slow
-@both
+@pytest.mark.parametrize("script", [grpo])
 def test_torchrun(script, folder, tmp_path):
     """Two processes write one folder with one checkpoint, and evaluate as one does."""
     args = real_args(script, folder)
