@@ -396,10 +396,10 @@ def write_by_graph(
 
     inputs = model_inputs(prompts, prompt_mask, cache, use_cache=True)
     causal = torch.ones(prompt_length, capacity, dtype=torch.bool, device=prompts.device).tril()
-    itself = torch.eye(
-        prompt_length, capacity, dtype=torch.bool, device=prompts.device
-    )  # padding sees itself
-    inputs["attention_mask"] = visible[:, None, None] & causal | itself
+    itself = torch.eye(prompt_length, capacity, dtype=torch.bool, device=prompts.device)
+    inputs["attention_mask"] = (
+        visible[:, None, None] & causal | itself
+    )  # padding sees itself: no row is empty
     choose(actor(**inputs, logits_to_keep=1).logits)
     for number in range(1, length):
         if number % 16 == 0 and not active.any():
@@ -920,9 +920,8 @@ def check_task(task: Task, may_have_none: bool = False) -> None:
         raise ValueError('a task needs prompts, which are dicts with a "prompt"')
     if not task.reward_functions and not may_have_none:
         raise ValueError("a task needs reward functions")
-    for name in {"episodes", "response", "row", "reward", "reward_model", "missing_eos"} & {
-        *task.reward_functions
-    }:
+    taken = {"episodes", "response", "row", "reward", "reward_model", "missing_eos"}  # in completions.jsonl
+    for name in taken & task.reward_functions.keys():
         raise ValueError(f"a reward function cannot have the name {name}, which means something else")
 
 
@@ -1412,7 +1411,7 @@ def restore(path: str, models: Models, optimizer: Adam) -> int:
         optimizer.load_state_dict(copy.deepcopy(content["optimizer"]))  # tensors in memory, not of the file
     except (RuntimeError, ValueError) as error:
         raise RefusedError(f"{path} is of a run with other networks: {error}") from error
-    models.comparisons = content["comparisons"]
+    models.comparisons = content.get("comparisons", [])  # checkpoints of earlier versions have none
     return content["episodes"]
 
 
