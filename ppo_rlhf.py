@@ -397,9 +397,8 @@ def write_by_graph(
     inputs = model_inputs(prompts, prompt_mask, cache, use_cache=True)
     causal = torch.ones(prompt_length, capacity, dtype=torch.bool, device=prompts.device).tril()
     itself = torch.eye(prompt_length, capacity, dtype=torch.bool, device=prompts.device)
-    inputs["attention_mask"] = (
-        visible[:, None, None] & causal | itself
-    )  # padding sees itself: no row is empty
+    # Padding sees itself: attention to nothing is not a number.
+    inputs["attention_mask"] = visible[:, None, None] & causal | itself
     choose(actor(**inputs, logits_to_keep=1).logits)
     for number in range(1, length):
         if number % 16 == 0 and not active.any():
