@@ -219,6 +219,29 @@ for name, (env_id, label, flags) in OWN_FLAGS.items():
     plan = each([(env_id, 1_000_000)], 5, first=101)
     CONTINUOUS.append(Experiment(name, label, "ppo_continuous.py", plan, f"--compile {flags}"))
 
+# One change at a time from the defaults of ppo_continuous.py: results/ablation.md has the rule and the table.
+# Each run names all parts that are compared, so that a later change of the defaults does not touch it.
+PARTS = "--activation elu --adam-beta2 0.99 --recompute-advantages --adapt learning-rate"
+PARTS += " --init-log-std -0.5 --min-log-std -2.3 --ent-coef 0"
+CHANGES = {  # name: what replaces the part
+    "ablation": "",
+    "ablation-beta2": "--adam-beta2 0.999",
+    "ablation-no-recompute": "--no-recompute-advantages",
+    "ablation-no-adapt": "--adapt none",
+    "ablation-no-floor": "--min-log-std -20",
+    "ablation-high-floor": "--min-log-std -1.5",
+    "ablation-init-0": "--init-log-std 0",
+    "ablation-init-1": "--init-log-std -1",
+    "ablation-bonus": "--ent-coef 0.001",
+    "ablation-tanh": "--activation tanh",
+}
+ABLATION_TASKS = [(f"{name}-v5", 1_000_000) for name in ("HalfCheetah", "InvertedDoublePendulum", "Hopper")]
+ABLATION_TASKS = [("Pendulum-v1", 100_000), *ABLATION_TASKS, ("Humanoid-v5", 1_000_000)]
+ABLATION = []
+for name, change in CHANGES.items():
+    label, flags = f"`{change}`" if change else "the defaults", f"--compile {PARTS} {change}".strip()
+    ABLATION.append(Experiment(name, label, "ppo_continuous.py", each(ABLATION_TASKS, 3, first=501), flags))
+
 # Networks: layers of tanh, and a wider critic; training returns after 300,000 steps
 NETWORK_TASKS = [(f"{name}-v5", 300_000) for name in ("HalfCheetah", "Hopper", "Walker2d")]
 WIDE_CRITIC = "networks-wide-critic"
@@ -324,5 +347,5 @@ MINUTES = [
 # Language models, beside TRL (against_trl.py)
 TRL_LOSSES = {"constant": "dr_grpo", "token-mean": "dapo", "sequence-mean": "grpo"}  # our name, TRL's
 
-ALL = DISCRETE + CONTINUOUS + NETWORKS + PLAINS + ATARI + GPU + MEMORY + MINUTES
+ALL = DISCRETE + CONTINUOUS + ABLATION + NETWORKS + PLAINS + ATARI + GPU + MEMORY + MINUTES
 EXPERIMENTS = {experiment.name: experiment for experiment in ALL}
