@@ -145,6 +145,14 @@ PUBLISHED: dict[str, tuple[float, float | None, str, str]] = {
     "PongNoFrameskip-v4": (21.0, 0.1, "RL Zoo", "at 10M"),
     "BreakoutNoFrameskip-v4": (414.7, 28.1, "CleanRL", "at 10M, in training"),
 }
+# Mean return of 100 episodes of uniformly random actions, on the tasks of the ablation.
+RANDOM = {
+    "Pendulum-v1": -1207.6,
+    "HalfCheetah-v5": -282.5,
+    "InvertedDoublePendulum-v5": 49.1,
+    "Hopper-v5": 16.7,
+    "Humanoid-v5": 112.6,
+}
 SOURCES = {
     "RL Zoo": "https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/benchmark.md",
     "Tianshou": "https://github.com/thu-ml/tianshou/tree/master/examples/mujoco",
@@ -209,7 +217,8 @@ OWN_FLAGS = {  # of three tasks, besides the defaults: task, label and flags, by
     "continuous-swimmer": ("Swimmer-v5", "`--gamma 0.999`", "--gamma 0.999"),
     "continuous-pendulum": ("InvertedDoublePendulum-v5", "`--min-log-std -1.5`", "--min-log-std -1.5"),
 }
-CHEETAH = each([("HalfCheetah-v5", 1_000_000)], 5, first=106)  # whose spread is large: five more
+CHEETAH_TASK = ("HalfCheetah-v5", 1_000_000)
+CHEETAH = each([CHEETAH_TASK], 5, first=106)  # whose spread is large: five more
 DEFAULTS = each(MUJOCO, 5, first=101) + CHEETAH
 CONTINUOUS = [
     Experiment("continuous", "the defaults", "ppo_continuous.py", DEFAULTS, "--compile"),
@@ -237,10 +246,13 @@ CHANGES = {  # name: what replaces the part
 }
 ABLATION_TASKS = [(f"{name}-v5", 1_000_000) for name in ("HalfCheetah", "InvertedDoublePendulum", "Hopper")]
 ABLATION_TASKS = [("Pendulum-v1", 100_000), *ABLATION_TASKS, ("Humanoid-v5", 1_000_000)]
+ABLATION_TEN = "ablation", "ablation-high-floor", "ablation-bonus"  # ten seeds there
 ABLATION = []
 for name, change in CHANGES.items():
     label, flags = f"`{change}`" if change else "the defaults", f"--compile {PARTS} {change}".strip()
-    ABLATION.append(Experiment(name, label, "ppo_continuous.py", each(ABLATION_TASKS, 3, first=501), flags))
+    plan = each(ABLATION_TASKS, 3, first=501)
+    plan += each([CHEETAH_TASK], 7, first=504) if name in ABLATION_TEN else []  # its low seeds
+    ABLATION.append(Experiment(name, label, "ppo_continuous.py", plan, flags))
 
 # Networks: layers of tanh, and a wider critic; training returns after 300,000 steps
 NETWORK_TASKS = [(f"{name}-v5", 300_000) for name in ("HalfCheetah", "Hopper", "Walker2d")]

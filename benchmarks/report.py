@@ -19,12 +19,13 @@ import numpy as np
 import pandas as pd
 from experiments import EXPERIMENTS, ROOT, Study, Task
 from rliable.library import get_interval_estimates
+from rliable.metrics import aggregate_iqm
 from run import CURVES, KEY, RUNS, SPEEDS
 
 Row = dict[str, str]  # the cells of a table, by the column's title
 LANGUAGE_RUNS = experiments.DATA / "language.csv"
 LANGUAGE_CURVES = experiments.DATA / "language_curves.csv"
-PAGES = ROOT / "README.md", ROOT / "results/README.md", ROOT / "docs/scripts.md"
+PAGES = ROOT / "README.md", ROOT / "results/README.md", ROOT / "results/ablation.md", ROOT / "docs/scripts.md"
 SUMMARY = ["Acrobot-v1, 500k", "MountainCar-v0, 1M", "LunarLander-v3, 1M", "HalfCheetah-v5, 1M"]
 SUMMARY += ["Hopper-v5, 1M", "Humanoid-v5, 1M", "Swimmer-v5, 1M", "BreakoutNoFrameskip-v4, 10M"]
 
@@ -245,6 +246,31 @@ def plain_table(results: pd.DataFrame) -> Iterator[Row]:
             }
 
 
+def ablation_table(results: pd.DataFrame) -> Iterator[Row]:
+    """One change of ppo_continuous.py at a time: greedy returns, and scores (0: random, 1: published)."""
+    tasks = experiments.ABLATION_TASKS
+    random = np.array([experiments.RANDOM[env_id] for env_id, _ in tasks])
+    best = np.array([experiments.PUBLISHED[env_id][0] for env_id, _ in tasks])
+    default = None
+    for experiment in experiments.ABLATION:
+        found = [select(results, experiment.name, task).set_index("seed").greedy for task in tasks]
+        row = {"change": experiment.label}
+        for task, greedy in zip(tasks, found, strict=True):
+            row[name_of(task)] = (
+                f"{spread(greedy)}; {greedy.min():.0f} ({len(greedy)})" if len(greedy) else ""
+            )
+        row |= {"seeds": "", "interquartile mean": "", "P": ""}
+        if len(together := pd.concat(found, axis=1, join="inner")):  # the seeds that all tasks have
+            scores = (together.to_numpy() - random) / (best - random)
+            row["seeds"] = f"{len(scores)}"
+            row["interquartile mean"] = "{:.2f} [{:.2f}, {:.2f}]".format(*interval(aggregate_iqm, scores))
+            if default is not None:
+                better = interval(probability_of_improvement, scores, default)
+                row["P"] = "{:.2f} [{:.2f}, {:.2f}]".format(*better)
+            default = scores if default is None else default
+        yield row
+
+
 def networks_table(results: pd.DataFrame) -> Iterator[Row]:
     """Training returns of the networks, and the mean over tasks of the share of the best published return."""
     tasks = experiments.NETWORK_TASKS
@@ -326,6 +352,7 @@ def tables() -> dict[str, str]:
     made["classic"] = [*returns(results, ["classic", "classic-acrobot", "taxi"], tasks, "sb3-rl-zoo")]
     names = ["continuous", *experiments.OWN_FLAGS]
     made["mujoco"] = [*returns(results, names, experiments.MUJOCO, "sb3-rl-zoo-mujoco")]
+    made["ablation"] = [*ablation_table(results)]
     made["networks"] = [*networks_table(results)]
     made["settings"] = [*settings_table()]
     made["plain"] = [*plain_table(results)]
