@@ -243,6 +243,7 @@ CHANGES = {  # name: what replaces the part
     "ablation-init-1": "--init-log-std -1",
     "ablation-bonus": "--ent-coef 0.001",
     "ablation-tanh": "--activation tanh",
+    "ablation-lambda": "--gae-lambda 0.9",
 }
 ABLATION_TASKS = [(f"{name}-v5", 1_000_000) for name in ("HalfCheetah", "InvertedDoublePendulum", "Hopper")]
 ABLATION_TASKS = [("Pendulum-v1", 100_000), *ABLATION_TASKS, ("Humanoid-v5", 1_000_000)]
