@@ -240,6 +240,7 @@ CHANGES = {  # name: what replaces the part
     "ablation-no-floor": "--min-log-std -20",
     "ablation-high-floor": "--min-log-std -1.5",
     "ablation-init-0": "--init-log-std 0",
+    "ablation-init-075": "--init-log-std -0.75",
     "ablation-init-1": "--init-log-std -1",
     "ablation-bonus": "--ent-coef 0.001",
     "ablation-tanh": "--activation tanh",
@@ -247,7 +248,7 @@ CHANGES = {  # name: what replaces the part
 }
 ABLATION_TASKS = [(f"{name}-v5", 1_000_000) for name in ("HalfCheetah", "InvertedDoublePendulum", "Hopper")]
 ABLATION_TASKS = [("Pendulum-v1", 100_000), *ABLATION_TASKS, ("Humanoid-v5", 1_000_000)]
-ABLATION_TEN = "ablation", "ablation-init-1"  # changes without a low seed there have ten
+ABLATION_TEN = "ablation", "ablation-init-075", "ablation-init-1"  # changes without a low seed there have ten
 ABLATION = []
 for name, change in CHANGES.items():
     label, flags = f"`{change}`" if change else "the defaults", f"--compile {PARTS} {change}".strip()
