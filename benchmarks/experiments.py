@@ -242,13 +242,20 @@ CHANGES = {  # name: what replaces the part
     "ablation-init-0": "--init-log-std 0",
     "ablation-init-075": "--init-log-std -0.75",
     "ablation-init-1": "--init-log-std -1",
+    "ablation-init-1-rate-6": "--init-log-std -1 --learning-rate 6e-4",
+    "ablation-init-1-rate-10": "--init-log-std -1 --learning-rate 1e-3",
     "ablation-bonus": "--ent-coef 0.001",
     "ablation-tanh": "--activation tanh",
     "ablation-lambda": "--gae-lambda 0.9",
 }
 ABLATION_TASKS = [(f"{name}-v5", 1_000_000) for name in ("HalfCheetah", "InvertedDoublePendulum", "Hopper")]
 ABLATION_TASKS = [("Pendulum-v1", 100_000), *ABLATION_TASKS, ("Humanoid-v5", 1_000_000)]
-ABLATION_TEN = "ablation", "ablation-init-075", "ablation-init-1"  # changes without a low seed there have ten
+ABLATION_TEN = (
+    "ablation",
+    "ablation-init-1",
+    "ablation-init-1-rate-6",
+    "ablation-init-1-rate-10",
+)  # changes without a low seed there have ten
 ABLATION = []
 for name, change in CHANGES.items():
     label, flags = f"`{change}`" if change else "the defaults", f"--compile {PARTS} {change}".strip()
