@@ -244,6 +244,7 @@ CHANGES = {  # name: what replaces the part
     "ablation-init-1": "--init-log-std -1",
     "ablation-init-1-rate-6": "--init-log-std -1 --learning-rate 6e-4",
     "ablation-init-1-rate-10": "--init-log-std -1 --learning-rate 1e-3",
+    "ablation-init-1-rate-6-high-floor": "--init-log-std -1 --learning-rate 6e-4 --min-log-std -1.5",
     "ablation-bonus": "--ent-coef 0.001",
     "ablation-tanh": "--activation tanh",
     "ablation-lambda": "--gae-lambda 0.9",
