@@ -233,6 +233,7 @@ for name, (env_id, label, flags) in OWN_FLAGS.items():
 PARTS = "--activation elu --adam-beta2 0.99 --recompute-advantages --adapt learning-rate"
 PARTS += " --init-log-std -0.5 --min-log-std -2.3 --ent-coef 0"
 CAME_IN = "--init-log-std -1 --learning-rate 6e-4 --min-log-std -1.5"
+PLAINER = f"{CAME_IN} --adam-beta2 0.999 --no-recompute-advantages"
 CHANGES = {  # name: what replaces the part
     "ablation": "",
     "ablation-beta2": "--adam-beta2 0.999",
@@ -246,11 +247,9 @@ CHANGES = {  # name: what replaces the part
     "ablation-init-1-rate-6": "--init-log-std -1 --learning-rate 6e-4",
     "ablation-init-1-rate-10": "--init-log-std -1 --learning-rate 1e-3",
     "ablation-init-1-rate-6-high-floor": CAME_IN,
-    "ablation-plainer": f"{CAME_IN} --adam-beta2 0.999 --no-recompute-advantages",
-    "ablation-plainer-beta2": f"{CAME_IN} --adam-beta2 0.999",
-    "ablation-plainer-no-recompute": f"{CAME_IN} --no-recompute-advantages",
-    "ablation-plainer-no-adapt": f"{CAME_IN} --adam-beta2 0.999 --no-recompute-advantages --adapt none",
-    "ablation-plainer-tanh": f"{CAME_IN} --activation tanh",
+    "ablation-plainer": PLAINER,
+    "ablation-plainer-no-adapt": f"{PLAINER} --adapt none",
+    "ablation-plainer-tanh": f"{PLAINER} --activation tanh",
     "ablation-bonus": "--ent-coef 0.001",
     "ablation-tanh": "--activation tanh",
     "ablation-lambda": "--gae-lambda 0.9",
