@@ -264,6 +264,7 @@ LAST_SEED = {  # on HalfCheetah, to see whether it has low seeds; else 503
     "ablation-init-1": 510,
     "ablation-init-1-rate-6": 510,
     "ablation-init-1-rate-10": 510,
+    "ablation-plainer": 510,
 }
 ABLATION = []
 for name, change in CHANGES.items():
