@@ -267,8 +267,9 @@ def ablation_table(results: pd.DataFrame) -> Iterator[Row]:
             if default is not None:
                 better = interval(probability_of_improvement, scores, default)
                 row["P"] = "{:.2f} [{:.2f}, {:.2f}]".format(*better)
-            default = scores if default is None else default
-        yield row
+            default = scores if experiment is experiments.ABLATION[0] else default
+        if any(map(len, found)):
+            yield row
 
 
 def networks_table(results: pd.DataFrame) -> Iterator[Row]:
