@@ -265,12 +265,14 @@ LAST_SEED = {  # on HalfCheetah, to see whether it has low seeds; else 503
     "ablation-init-1-rate-6": 510,
     "ablation-init-1-rate-10": 510,
     "ablation-plainer": 510,
+    "ablation-plainer-tanh": 510,
 }
 ABLATION = []
 for name, change in CHANGES.items():
     label, flags = f"`{change}`" if change else "the defaults", f"--compile {PARTS} {change}".strip()
-    plan = each(ABLATION_TASKS, 3, first=501)
+    plan = each(ABLATION_TASKS, 5 if name in ("ablation-plainer", "ablation-plainer-tanh") else 3, first=501)
     plan += each([CHEETAH_TASK], LAST_SEED.get(name, 503) - 503, first=504)
+    plan = list(dict.fromkeys(plan))
     ABLATION.append(Experiment(name, label, "ppo_continuous.py", plan, flags))
 
 # Networks: layers of tanh, and a wider critic; training returns after 300,000 steps
