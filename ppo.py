@@ -526,7 +526,7 @@ def train(args: Args) -> dict:
         batch = make_batch(agent, rollout, obs, rewards, args)
         metrics = update(agent, optimizer, compute, batch, args, state)
         state.global_step += len(batch.obs)
-        state.kl, state.entropy = metrics["kl"], metrics["entropy"]
+        state.kl, state.entropy = float(metrics["kl"]), float(metrics["entropy"])
         run.log(metrics, episodes)
     results = run.finish()
     envs.close()

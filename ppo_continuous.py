@@ -15,9 +15,8 @@ To use your own, register it and name it (`--env-id my_module:MyEnv-v0`), or cha
 
 The defaults were found by a search. With these flags, it is plain PPO with CleanRL's settings:
 
-    python ppo_continuous.py --num-envs 1 --num-steps 2048 --vf-coef 0.5 --clip-vloss --activation tanh \\
-        --adam-beta2 0.999 --no-recompute-advantages --adapt none --no-scale-actions --init-log-std 0 \\
-        --min-log-std -20 --norm-adv
+    python ppo_continuous.py --num-envs 1 --num-steps 2048 --learning-rate 3e-4 --vf-coef 0.5 --clip-vloss \\
+        --norm-adv --adapt none --activation tanh --no-scale-actions --init-log-std 0 --min-log-std -20
 
   [PPO]     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   [GAE]     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
@@ -89,14 +88,13 @@ class Args:  # the trailing comments become --help
     # PPO
     total_timesteps: float = 1_000_000  # total number of transitions; 1e6 is fine
     num_steps: int = 256  # T: steps of each environment per rollout
-    learning_rate: float = 3e-4  # Adam's step size; with --adapt learning-rate, its upper limit
+    learning_rate: float = 6e-4  # Adam's step size; with --adapt learning-rate, its upper limit
     anneal_lr: bool = True  # decay the learning rate linearly to 0
     gamma: float = 0.99  # γ: discount factor
     gae_lambda: float = 0.95  # λ: trades bias (0) against variance (1) of the advantages
     update_epochs: int = 10  # K: passes over each rollout
     num_minibatches: int = 32  # minibatches per epoch, one gradient step each
     norm_adv: bool = False  # normalise the advantages of each minibatch to mean 0, standard deviation 1
-    recompute_advantages: bool = True  # by the current critic, before each epoch ([Study], §3.5)
     surrogate: Literal["clip", "kl-penalty"] = "clip"  # clipped ratio ([PPO], §3) or KL penalty ([PPO], §4)
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
     clip_vloss: bool = False  # also clip the change of the value to ±ε ([Matters], §3)
@@ -109,12 +107,11 @@ class Args:  # the trailing comments become --help
     target_entropy: float | None = None  # adapt the entropy coefficient to hold this entropy, in nats
     vf_coef: float = 0.25  # c₁: weight of the value loss, ½ (V - return)²
     max_grad_norm: float = 0.5  # clip the gradient to this global norm
-    adam_beta2: float = 0.99  # Adam's β2; with the usual 0.999, steps shrink later when gradients grow
     norm_obs: bool = True  # normalise observations, unless bounded by 0 and 1, by running mean and std
     norm_rewards: bool = True  # divide rewards by the running std of the discounted return ([Matters], §3)
     scale_actions: bool = True  # -1 and 1 of the policy are the environment's bounds; off: its own units
-    init_log_std: float = -0.5  # initial log σ; 0 is half of an action's range, or one unit without scaling
-    min_log_std: float = -2.3  # lower limit of log σ: a narrow policy sees too little to learn from
+    init_log_std: float = -1.0  # initial log σ; 0 is half of an action's range, or one unit without scaling
+    min_log_std: float = -1.5  # lower limit of log σ: a narrow policy sees too little to learn from
     activation: Literal["tanh", "elu"] = "elu"  # activation function of the hidden layers
     hidden_size: int = 64  # width of the two hidden layers of the actor, and of the critic
 
@@ -139,8 +136,7 @@ BOUNDS = {
     "update_epochs": (1, 30), "num_minibatches": (1, math.inf), "clip_coef": (1e-3, 0.3), "kl_coef": (0, 1e4),
     "desired_kl": (1e-6, 10), "target_kl": (1e-6, math.inf), "ent_coef": (0, 100),
     "target_entropy": (-1e4, 1e4), "vf_coef": (0, 100), "max_grad_norm": (1e-6, math.inf),
-    "adam_beta2": (1e-3, 0.99999), "init_log_std": (-5, 2), "min_log_std": (-20, 2),
-    "hidden_size": (1, 2**16),
+    "init_log_std": (-5, 2), "min_log_std": (-20, 2), "hidden_size": (1, 2**16),
 }  # fmt: skip
 
 
@@ -181,7 +177,8 @@ class Agent(nn.Module):
         super().__init__()
         obs_size = obs_space.shape[0]
         self.actor = mlp(obs_size, args.hidden_size, action_size, 0.01, args.activation)  # means near 0
-        self.log_std = nn.Parameter(args.init_log_std * torch.ones(action_size))  # the same in all states
+        # The same in all states, and small at first ([Study], §3.2).
+        self.log_std = nn.Parameter(args.init_log_std * torch.ones(action_size))
         self.critic = mlp(obs_size, args.hidden_size, 1, 1.0, args.activation)
         self.obs_moments, self.return_moments = RunningMoments(obs_size), RunningMoments(1)
         self.norm_obs = args.norm_obs
@@ -450,12 +447,11 @@ def compute_gradients(agent: Agent, minibatch: Batch, args: Args, state: State) 
 
 
 def update(
-    agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, args: Args, state: State, remake: Callable
+    agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, args: Args, state: State
 ) -> dict[str, float]:
     """K epochs of gradient steps on shuffled minibatches, each by `compute`, which is `compute_gradients`.
 
-    `remake` makes the batch anew, with advantages and returns of the current critic. Returns metrics: of the
-    data, means over the gradient steps, and the KL divergence after the last.
+    Returns metrics: of the data, means over the gradient steps, and the KL divergence after the last.
     """
     errors = batch.advantages  # the critic's errors: return - V_old(s)
     metrics = {
@@ -471,9 +467,7 @@ def update(
         metrics["reward_clipfrac"] = (batch.rewards.abs() >= 10).float().mean().item()
     optimizer.param_groups[0]["lr"] = state.learning_rate
     steps = []  # metrics of each, still as tensors: reading them would wait for the GPU
-    for epoch in range(args.update_epochs):
-        if args.recompute_advantages and epoch > 0:
-            batch = remake()._replace(old_values=batch.old_values)  # V_old is that of the first epoch
+    for _ in range(args.update_epochs):
         order = torch.randperm(len(batch.obs)).to(args.device)
         for rows in order.tensor_split(args.num_minibatches):
             minibatch = Batch(*(column[rows] for column in batch))
@@ -538,16 +532,11 @@ def train(args: Args) -> dict:
     env_seed = seed_everything(args.seed, state.global_step)  # again: environments may have drawn numbers
     obs_space, action_size = envs.single_observation_space, envs.single_action_space.shape[0]
     agent = Agent(args, obs_space, action_size).to(args.device)
-    # ε: [37], detail 3. β2: with 0.999, step sizes are late where gradients suddenly grow, as when an episode
-    # fails after many that did not. Dohare et al. 2023, "Overcoming Policy Collapse in Deep Reinforcement
-    # Learning", set β1 = β2; 0.99 is our own.
-    betas = 0.9, args.adam_beta2
-    optimizer = Adam(agent.parameters(), args.learning_rate, betas, eps=1e-5, fused=True)
+    optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)  # ε: [37], detail 3
     if args.resume:
         agent.load_state_dict(saved["agent"])
         agent.log_std.data.clamp_(min=args.min_log_std)  # which may be another now
         optimizer.load_state_dict(saved["optimizer"])
-        optimizer.param_groups[0]["betas"] = betas  # likewise
         torch.set_rng_state(saved["random"])
     compute = compiled(compute_gradients) if args.compile else compute_gradients
     rollout = Rollout(args, obs_space.shape[0], action_size)
@@ -559,10 +548,9 @@ def train(args: Args) -> dict:
         episodes = collect_rollout(envs, agent, rollout, args)
         obs, rewards = normalize_rollout(agent, rollout, args)
         batch = make_batch(agent, rollout, obs, rewards, args)
-        remake = partial(make_batch, agent, rollout, obs, rewards, args)
-        metrics = update(agent, optimizer, compute, batch, args, state, remake)
+        metrics = update(agent, optimizer, compute, batch, args, state)
         state.global_step += len(batch.obs)
-        state.kl, state.entropy = metrics["kl"], metrics["entropy"]
+        state.kl, state.entropy = float(metrics["kl"]), float(metrics["entropy"])
         run.log(metrics, episodes)
     results = run.finish()
     envs.close()

@@ -34,6 +34,7 @@ class Experiment:
     plan: list[tuple[str, int, int]]  # environment, steps and seed of each run
     flags: str = ""
     program: str = "run.py"  # in this folder, that runs it
+    commit: str = ""  # that has its script, if today's cannot run it
 
 
 @dataclass(frozen=True)
@@ -212,24 +213,28 @@ STUDIES = {  # K is the number of epochs per rollout, 15 by default
 MUJOCO = [(env_id, 1_000_000) for env_id in PUBLISHED if env_id.endswith("-v5")] + [("Pendulum-v1", 100_000)]
 TUNED = [task for task in MUJOCO if task[0] in SB3]
 NO_FORCES = """--env-kwargs '{"include_cfrc_ext_in_observation": false}'"""
-OWN_FLAGS = {  # of three tasks, besides the defaults: task, label and flags, by name of the experiment
-    "continuous-ant": ("Ant-v5", "no contact forces", NO_FORCES),
-    "continuous-swimmer": ("Swimmer-v5", "`--gamma 0.999`", "--gamma 0.999"),
-    "continuous-pendulum": ("InvertedDoublePendulum-v5", "`--min-log-std -1.5`", "--min-log-std -1.5"),
+OWN_FLAGS = {  # of three tasks, besides the defaults: task, label and flags
+    "ant": ("Ant-v5", "no contact forces", NO_FORCES),
+    "swimmer": ("Swimmer-v5", "`--gamma 0.999`", "--gamma 0.999"),
+    "pendulum": ("InvertedDoublePendulum-v5", "`--min-log-std -1.5`", "--min-log-std -1.5"),
 }
 CHEETAH_TASK = ("HalfCheetah-v5", 1_000_000)
-CHEETAH = each([CHEETAH_TASK], 5, first=106)  # whose spread is large: five more
-DEFAULTS = each(MUJOCO, 5, first=101) + CHEETAH
-CONTINUOUS = [
-    Experiment("continuous", "the defaults", "ppo_continuous.py", DEFAULTS, "--compile"),
-    Experiment("sb3-rl-zoo-mujoco", "Stable-Baselines3", "sb3", each(TUNED, 3)),
-]
-for name, (env_id, label, flags) in OWN_FLAGS.items():
-    plan = each([(env_id, 1_000_000)], 5, first=101)
-    CONTINUOUS.append(Experiment(name, label, "ppo_continuous.py", plan, f"--compile {flags}"))
+CONTINUOUS = [Experiment("sb3-rl-zoo-mujoco", "Stable-Baselines3", "sb3", each(TUNED, 3))]
+EARLIER = "9bf2a203a43686678f53cbd296a8d8b3044fe885"
+TODAY = ["continuous", "continuous-ant", "continuous-swimmer"]
+BEFORE = ["before", "before-ant", "before-swimmer", "before-pendulum"]  # the last table
+for names, first, commit in ((TODAY, 601, ""), (BEFORE, 101, EARLIER)):
+    plan = each(MUJOCO, 5, first) + each([CHEETAH_TASK], 5, first + 5)  # ten seeds where they differ most
+    defaults = Experiment(names[0], "the defaults", "ppo_continuous.py", plan, "--compile", commit=commit)
+    CONTINUOUS.append(defaults)
+    for name in names[1:]:
+        env_id, label, flags = OWN_FLAGS[name.rpartition("-")[2]]
+        plan, flags = each([(env_id, 1_000_000)], 5, first), f"--compile {flags}"
+        CONTINUOUS.append(Experiment(name, label, "ppo_continuous.py", plan, flags, commit=commit))
 
-# One change at a time from the defaults of ppo_continuous.py: results/ablation.md has the rule and the table.
-# Each run names all parts that are compared, so that a later change of the defaults does not touch it.
+# One change at a time from the defaults that ppo_continuous.py had: results/ablation.md has the rule and the
+# table. Each run names all parts that are compared.
+ABLATED = "f509711b78deb33190683d52eeb0051e53ac4fc2"
 PARTS = "--activation elu --adam-beta2 0.99 --recompute-advantages --adapt learning-rate"
 PARTS += " --init-log-std -0.5 --min-log-std -2.3 --ent-coef 0"
 CAME_IN = "--init-log-std -1 --learning-rate 6e-4 --min-log-std -1.5"
@@ -273,7 +278,7 @@ for name, change in CHANGES.items():
     plan = each(ABLATION_TASKS, 5 if name in ("ablation-plainer", "ablation-plainer-tanh") else 3, first=501)
     plan += each([CHEETAH_TASK], LAST_SEED.get(name, 503) - 503, first=504)
     plan = list(dict.fromkeys(plan))
-    ABLATION.append(Experiment(name, label, "ppo_continuous.py", plan, flags))
+    ABLATION.append(Experiment(name, label, "ppo_continuous.py", plan, flags, commit=ABLATED))
 
 # Networks: layers of tanh, and a wider critic; training returns after 300,000 steps
 NETWORK_TASKS = [(f"{name}-v5", 300_000) for name in ("HalfCheetah", "Hopper", "Walker2d")]
@@ -288,8 +293,8 @@ NETWORKS = [
 ]
 
 # Plain PPO: the settings of others, as far as they are not our defaults
-NOT_OURS = "--activation tanh --adam-beta2 0.999 --no-recompute-advantages --adapt none"  # what only ours has
-NOT_OURS += " --no-scale-actions --init-log-std 0 --min-log-std -20 --norm-adv"
+NOT_OURS = "--learning-rate 3e-4 --adapt none --activation tanh --norm-adv --no-scale-actions"
+NOT_OURS += " --init-log-std 0 --min-log-std -20"
 ROLLOUT = "--num-envs 1 --num-steps 2048"
 UNCLIPPED = "--max-grad-norm inf"
 RAW = "--no-norm-obs --no-norm-rewards"

@@ -72,6 +72,11 @@ def spread(scores: Any) -> str:
     return f"{np.mean(scores):.{digits}f}{deviation}"
 
 
+def with_worst(scores: pd.Series) -> str:
+    """Mean and standard deviation, the worst seed, and the number of seeds."""
+    return f"{spread(scores)}; {scores.min():.0f} ({len(scores)})"
+
+
 def name_of(task: Task) -> str:
     """An environment and steps: 100000 as 100k, 1000000 as 1M."""
     env_id, steps = task
@@ -251,25 +256,40 @@ def ablation_table(results: pd.DataFrame) -> Iterator[Row]:
     tasks = experiments.ABLATION_TASKS
     random = np.array([experiments.RANDOM[env_id] for env_id, _ in tasks])
     best = np.array([experiments.PUBLISHED[env_id][0] for env_id, _ in tasks])
-    default = None
+    known: dict[str, np.ndarray] = {}  # scores [seeds, tasks] by experiment
     for experiment in experiments.ABLATION:
         found = [select(results, experiment.name, task).set_index("seed").greedy for task in tasks]
         row = {"change": experiment.label}
         for task, greedy in zip(tasks, found, strict=True):
-            row[name_of(task)] = (
-                f"{spread(greedy)}; {greedy.min():.0f} ({len(greedy)})" if len(greedy) else ""
-            )
-        row |= {"seeds": "", "interquartile mean": "", "P": ""}
+            row[name_of(task)] = with_worst(greedy) if len(greedy) else ""
+        row |= {"seeds": "", "interquartile mean": "", "P": "", "P, with ELU": ""}
         if len(together := pd.concat(found, axis=1, join="inner")):  # the seeds that all tasks have
             scores = (together.to_numpy() - random) / (best - random)
             row["seeds"] = f"{len(scores)}"
             row["interquartile mean"] = "{:.2f} [{:.2f}, {:.2f}]".format(*interval(aggregate_iqm, scores))
-            if default is not None:
-                better = interval(probability_of_improvement, scores, default)
-                row["P"] = "{:.2f} [{:.2f}, {:.2f}]".format(*better)
-            default = scores if experiment is experiments.ABLATION[0] else default
+            known[experiment.name] = scores
+            for column, other in (("P", "ablation"), ("P, with ELU", experiment.name.removesuffix("-tanh"))):
+                if other in known and other != experiment.name:
+                    better = interval(probability_of_improvement, scores, known[other])
+                    row[column] = "{:.2f} [{:.2f}, {:.2f}]".format(*better)
         if any(map(len, found)):
             yield row
+
+
+def before_table(results: pd.DataFrame) -> Iterator[Row]:
+    """Greedy returns of continuous control now, in the last table, and of Stable-Baselines3."""
+    columns = {"now": experiments.TODAY, "the last table": experiments.BEFORE}
+    columns["Stable-Baselines3"] = ["sb3-rl-zoo-mujoco"]
+    for task in experiments.MUJOCO:
+        found: dict[str, Row] = {}  # by flags
+        for column, names in columns.items():
+            for name in names:
+                if len(greedy := select(results, name, task).greedy):
+                    label = EXPERIMENTS[name].label if column != "Stable-Baselines3" else "the defaults"
+                    row = found.setdefault(label, dict.fromkeys(columns, ""))
+                    row[column] = with_worst(greedy)
+        for label, row in found.items():
+            yield {"environment, steps": f"{name_of(task)}, {label}".removesuffix(", the defaults")} | row
 
 
 def networks_table(results: pd.DataFrame) -> Iterator[Row]:
@@ -351,8 +371,8 @@ def tables() -> dict[str, str]:
     made = {name: [*study_table(results, study)] for name, study in experiments.STUDIES.items()}
     tasks = [*experiments.CLASSIC, experiments.TAXI]
     made["classic"] = [*returns(results, ["classic", "classic-acrobot", "taxi"], tasks, "sb3-rl-zoo")]
-    names = ["continuous", *experiments.OWN_FLAGS]
-    made["mujoco"] = [*returns(results, names, experiments.MUJOCO, "sb3-rl-zoo-mujoco")]
+    made["mujoco"] = [*returns(results, experiments.TODAY, experiments.MUJOCO, "sb3-rl-zoo-mujoco")]
+    made["before"] = [*before_table(results)]
     made["ablation"] = [*ablation_table(results)]
     made["networks"] = [*networks_table(results)]
     made["settings"] = [*settings_table()]

@@ -33,11 +33,10 @@ PLAIN = {  # settings that these tests rely on, whatever the defaults are
     "num_envs": 4, "num_steps": 12, "gamma": 0.97, "gae_lambda": 0.9, "hidden_size": 64,
     "learning_rate": 3e-3, "anneal_lr": True, "update_epochs": 3, "num_minibatches": 2, "max_grad_norm": 0.5,
     "surrogate": "clip", "clip_coef": 0.2, "kl_coef": 1.0, "clip_vloss": False, "vf_coef": 0.5,
-    "norm_adv": True, "norm_obs": True, "norm_rewards": True, "recompute_advantages": False,
+    "norm_adv": True, "norm_obs": True, "norm_rewards": True,
     "adapt": "none", "desired_kl": 0.02, "target_kl": None,
     "ent_coef": 0.01, "anneal_ent_coef": False, "target_entropy": None,
     "scale_actions": True, "init_log_std": -0.5, "min_log_std": -20.0, "activation": "elu",
-    "adam_beta2": 0.99,
 }  # fmt: skip
 SMALL = {  # settings of short runs from the command line
     "num_envs": 4, "num_steps": 32, "update_epochs": 2, "num_minibatches": 2, "eval_episodes": 3,
@@ -79,7 +78,7 @@ class Case:
         return agent
 
     def make_optimizer(self, agent):
-        return Adam(agent.parameters(), 99.0, self.betas, eps=1e-5)  # the learning rate is the state's
+        return Adam(agent.parameters(), 99.0, eps=1e-5)  # the learning rate is the state's
 
     def make_rollout(self, args, agent, seed=0, chance=0.2):
         """A rollout of random observations and rewards, with actions that the agent has sampled."""
@@ -108,16 +107,21 @@ class Case:
         rollout.obs[-1], _ = envs.reset(seed=seed)
         return envs, agent, rollout
 
-    def update(self, agent, batch, rollout, args, seed=0, loss=None, optimizer=None, state=None):
+    def make_batch(self, agent, rollout, args):
+        normalised = self.script.normalize_rollout(agent, rollout, args)
+        return self.script.make_batch(agent, rollout, *normalised, args)
+
+    def update(self, agent, batch, args, seed=0, loss=None, optimizer=None, state=None):
         """`update` of the script, with its permutations seeded. Returns metrics."""
         torch.manual_seed(seed)
         optimizer, state = optimizer or self.make_optimizer(agent), state or self.make_state(args)
+        compute = self.script.compute_gradients
         with mock.patch.object(self.script, "ppo_loss", loss or self.script.ppo_loss):
-            return self.update_by(agent, optimizer, batch, rollout, args, state)
+            return self.script.update(agent, optimizer, compute, batch, args, state)
 
     def learn(self, agent, rollout, args, **given):
         """An iteration's learning: see `update`."""
-        return self.update(agent, self.make_batch(agent, rollout, args), rollout, args, **given)
+        return self.update(agent, self.make_batch(agent, rollout, args), args, **given)
 
     def policy(self, agent, obs, norm_obs=True):
         """An agent's policy for raw observations [..., D], in float64."""
@@ -135,18 +139,10 @@ class Discrete(Case):
     """A policy is the vector log π(·|s)."""
 
     env_id, walk = "scripted_envs:Scripted-v0", "user_envs:Walk-v0"
-    num_actions, betas = 4, (0.9, 0.999)
+    num_actions = 4
 
     def count(self, space):
         return int(space.n)
-
-    def update_by(self, agent, optimizer, batch, rollout, args, state):
-        compute = self.script.compute_gradients
-        return self.script.update(agent, optimizer, compute, batch, args, state)
-
-    def make_batch(self, agent, rollout, args):
-        normalised = self.script.normalize_rollout(agent, rollout, args)
-        return self.script.make_batch(agent, rollout, *normalised, args)
 
     def distribution(self, policy):
         return Categorical(logits=policy)
@@ -164,21 +160,10 @@ class Continuous(Case):
     """A policy is a vector of means, then log standard deviations."""
 
     env_id, walk = "scripted_envs:ScriptedBox-v0", "user_envs:WalkBox-v0"
-    num_actions, betas = 2, (0.9, 0.99)
+    num_actions = 2
 
     def count(self, space):
         return space.shape[0]
-
-    def update_by(self, agent, optimizer, batch, rollout, args, state):
-        def remake():
-            return self.script.make_batch(agent, rollout, *rollout.normalised, args)
-
-        compute = self.script.compute_gradients
-        return self.script.update(agent, optimizer, compute, batch, args, state, remake)
-
-    def make_batch(self, agent, rollout, args):
-        rollout.normalised = self.script.normalize_rollout(agent, rollout, args)
-        return self.script.make_batch(agent, rollout, *rollout.normalised, args)
 
     def distribution(self, policy):
         mean, log_std = policy.chunk(2, -1)

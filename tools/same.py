@@ -37,13 +37,12 @@ ppo.py --total-timesteps 6000 --env-id Acrobot-v1 --adapt learning-rate --target
 ppo.py --total-timesteps 4000 --async-envs --num-envs 4
 ppo.py --total-timesteps 4000 --env-id Acrobot-v1 then --total-timesteps 8000 --gamma 0.98
 ppo_continuous.py --total-timesteps 8000
-ppo_continuous.py --total-timesteps 6000 --activation tanh --adam-beta2 0.999 --norm-adv --clip-vloss
+ppo_continuous.py --total-timesteps 6000 --activation tanh --norm-adv --clip-vloss
 ppo_continuous.py --total-timesteps 6000 --env-id Hopper-v5
 ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1
 ppo_continuous.py --total-timesteps 6000 --env-id Swimmer-v5 --gamma 0.9999 --gae-lambda 0.98
-ppo_continuous.py --total-timesteps 6000 --env-id InvertedDoublePendulum-v5 --min-log-std -1.5
+ppo_continuous.py --total-timesteps 6000 --env-id InvertedDoublePendulum-v5 --min-log-std -2
 ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --no-norm-obs --no-norm-rewards --norm-adv
-ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --no-recompute-advantages
 ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --adapt none --ent-coef 0.01
 ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --surrogate kl-penalty --adapt kl-coef
 ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --async-envs
