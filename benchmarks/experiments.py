@@ -91,29 +91,13 @@ def each(tasks: list[Task], seeds: int, first: int = 1) -> list[tuple[str, int, 
 
 @contextlib.contextmanager
 def script_of(run: Run) -> Iterator[ModuleType]:
-    """The script of a run of ours, changed for two studies.
-
-    For `UNSAFE`, it takes settings that it refuses otherwise. For `WIDE_CRITIC`, its critic is wider.
-    """
+    """The script of a run of ours. For `UNSAFE`, it takes settings that it refuses otherwise."""
     script = importlib.import_module(run.experiment.script.removesuffix(".py"))
     with contextlib.ExitStack() as changes:
         if run.experiment.name in UNSAFE:
             changes.enter_context(mock.patch.dict(script.BOUNDS, clip_coef=(0, math.inf)))
             changes.enter_context(mock.patch.object(script, "check_settings", script.check_bounds))
-        if run.experiment.name == WIDE_CRITIC:
-            changes.enter_context(mock.patch.object(script, "Agent", with_wide_critic(script)))
         yield script
-
-
-def with_wide_critic(script: ModuleType) -> type:
-    """The agent of `ppo_continuous.py` with 256 units in each hidden layer of the critic."""
-
-    class Agent(script.Agent):
-        def __init__(self, args: Any, obs_space: Any, action_size: int):
-            super().__init__(args, obs_space, action_size)
-            self.critic = script.mlp(obs_space.shape[0], 256, 1, 1.0, args.activation)
-
-    return Agent
 
 
 # Settings of Stable-Baselines3's PPO by environment: those that its RL Zoo has tuned (hyperparams/ppo.yml),
@@ -280,17 +264,16 @@ for name, change in CHANGES.items():
     plan = list(dict.fromkeys(plan))
     ABLATION.append(Experiment(name, label, "ppo_continuous.py", plan, flags, commit=ABLATED))
 
-# Networks: layers of tanh, and a wider critic; training returns after 300,000 steps
+# Networks, with the same script: layers of tanh, and a wider critic; training returns after 300,000 steps
 NETWORK_TASKS = [(f"{name}-v5", 300_000) for name in ("HalfCheetah", "Hopper", "Walker2d")]
-WIDE_CRITIC = "networks-wide-critic"
-NETWORKS = [
-    Experiment(name, label, "ppo_continuous.py", each(NETWORK_TASKS, 3), f"--compile {flags}".strip())
-    for name, label, flags in (
-        ("networks", "the defaults", ""),
-        ("networks-tanh", "`--activation tanh`", "--activation tanh"),
-        (WIDE_CRITIC, "256 units in the critic alone (edited)", ""),
-    )
-]
+NETWORKS = []
+for name, label, flags in (
+    ("networks", "the defaults", "--compile"),
+    ("networks-tanh", "`--activation tanh`", "--compile --activation tanh"),
+    ("networks-wide-critic", "256 units in the critic alone (edited)", "--compile"),
+):
+    plan = each(NETWORK_TASKS, 3)
+    NETWORKS.append(Experiment(name, label, "ppo_continuous.py", plan, flags, commit=ABLATED))
 
 # Plain PPO: the settings of others, as far as they are not our defaults
 NOT_OURS = "--learning-rate 3e-4 --adapt none --activation tanh --norm-adv --no-scale-actions"

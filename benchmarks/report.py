@@ -74,7 +74,7 @@ def spread(scores: Any) -> str:
 
 def with_worst(scores: pd.Series) -> str:
     """Mean and standard deviation, the worst seed, and the number of seeds."""
-    return f"{spread(scores)}; {scores.min():.0f} ({len(scores)})"
+    return f"{spread(scores)}; {scores.min():.4g} ({len(scores)})"
 
 
 def name_of(task: Task) -> str:
@@ -278,7 +278,7 @@ def ablation_table(results: pd.DataFrame) -> Iterator[Row]:
 
 def before_table(results: pd.DataFrame) -> Iterator[Row]:
     """Greedy returns of continuous control now, in the last table, and of Stable-Baselines3."""
-    columns = {"now": experiments.TODAY, "the last table": experiments.BEFORE}
+    columns = {"the defaults of today": experiments.TODAY, "the table above": experiments.BEFORE}
     columns["Stable-Baselines3"] = ["sb3-rl-zoo-mujoco"]
     for task in experiments.MUJOCO:
         found: dict[str, Row] = {}  # by flags
@@ -371,7 +371,7 @@ def tables() -> dict[str, str]:
     made = {name: [*study_table(results, study)] for name, study in experiments.STUDIES.items()}
     tasks = [*experiments.CLASSIC, experiments.TAXI]
     made["classic"] = [*returns(results, ["classic", "classic-acrobot", "taxi"], tasks, "sb3-rl-zoo")]
-    made["mujoco"] = [*returns(results, experiments.TODAY, experiments.MUJOCO, "sb3-rl-zoo-mujoco")]
+    made["mujoco"] = [*returns(results, experiments.BEFORE, experiments.MUJOCO, "sb3-rl-zoo-mujoco")]
     made["before"] = [*before_table(results)]
     made["ablation"] = [*ablation_table(results)]
     made["networks"] = [*networks_table(results)]

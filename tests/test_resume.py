@@ -423,6 +423,20 @@ def test_another_floor_counts_from_the_first_action_of_a_resumed_run(trained, tm
     assert min([*data["losses/std"].values()][before:]) >= np.exp(1) * (1 - 1e-6)
 
 
+@memory_too
+def test_metrics_of_numpy_are_saved_as_numbers(case, tmp_path, monkeypatch):
+    """A changed `update` may average them with NumPy: the run can still be resumed."""
+    original = case.script.update
+
+    def update(*given):
+        return {name: np.float64(value) for name, value in original(*given).items()}
+
+    monkeypatch.setattr(case.script, "update", update)
+    run(case, tmp_path)
+    content, _ = resume(case, checkpoint_in(tmp_path))
+    assert content["state"]["global_step"] >= 700
+
+
 def test_an_unknown_activation_is_not_another_one(trained, tmp_path):
     """A checkpoint of a changed copy is refused, rather than played with other networks."""
     path = copied(trained(CONTINUOUS).checkpoint, tmp_path)
