@@ -262,13 +262,14 @@ def ablation_table(results: pd.DataFrame) -> Iterator[Row]:
         row = {"change": experiment.label}
         for task, greedy in zip(tasks, found, strict=True):
             row[name_of(task)] = with_worst(greedy) if len(greedy) else ""
-        row |= {"seeds": "", "interquartile mean": "", "P": "", "P, with ELU": ""}
+        row |= {"seeds": "", "interquartile mean": "", "P": "", "P, last change": ""}
         if len(together := pd.concat(found, axis=1, join="inner")):  # the seeds that all tasks have
             scores = (together.to_numpy() - random) / (best - random)
             row["seeds"] = f"{len(scores)}"
             row["interquartile mean"] = "{:.2f} [{:.2f}, {:.2f}]".format(*interval(aggregate_iqm, scores))
             known[experiment.name] = scores
-            for column, other in (("P", "ablation"), ("P, with ELU", experiment.name.removesuffix("-tanh"))):
+            before = experiments.LAST_CHANGE_OF.get(experiment.name)
+            for column, other in (("P", "ablation"), ("P, last change", before)):
                 if other in known and other != experiment.name:
                     better = interval(probability_of_improvement, scores, known[other])
                     row[column] = "{:.2f} [{:.2f}, {:.2f}]".format(*better)

@@ -196,6 +196,8 @@ def main() -> None:
     """The command line. Exit status: 0 done, 1 refused or runs failed, 130 stopped."""
     args, failed = tyro.cli(Args, description=__doc__), 0
     found = [run for run in runs() if run.name.startswith(args.only) or fnmatch.fnmatch(run.name, args.only)]
+    for commit in sorted({run.experiment.commit for run in found} - {""}):
+        print(f"some of these need an earlier script: git checkout {commit}")
     found = [run for run in found if not run.experiment.commit]
     selected = [run for run in found if run.experiment.program == "run.py"]
     for run in missing(found):
