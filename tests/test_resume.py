@@ -423,7 +423,7 @@ def test_another_floor_counts_from_the_first_action_of_a_resumed_run(trained, tm
     assert min([*data["losses/std"].values()][before:]) >= np.exp(1) * (1 - 1e-6)
 
 
-@memory_too
+@pytest.mark.parametrize("case", [DISCRETE, CONTINUOUS], ids=repr)
 def test_metrics_of_numpy_are_saved_as_numbers(case, tmp_path, monkeypatch):
     """A changed `update` may average them with NumPy: the run can still be resumed."""
     original = case.script.update
