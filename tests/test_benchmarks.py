@@ -148,7 +148,7 @@ def test_language_studies():
 TINY = """
 SB3["CartPole-v1"] = {"n_envs": 2, "n_steps": 64, "learning_rate": "linear 0.001", "normalize": True}
 EXPERIMENTS = {
-    "tiny": Experiment("tiny", "", "ppo.py", [("CartPole-v1", 40_000, 1)], "--eval-episodes 2"),
+    "tiny": Experiment("tiny", "", "ppo.py", [("CartPole-v1", 20_000, 1)], "--eval-episodes 2"),
     "gpu": Experiment("gpu", "", "ppo_gpu.py", [("Pendulum", 20_000, 1)], "--num-envs 16 --device cpu"),
     "peer": Experiment("peer", "", "sb3", [("CartPole-v1", 600, 1)]),
     "bad": Experiment("bad", "", "ppo.py", [("NoSuch-v0", 4_000, 1)]),
@@ -178,7 +178,7 @@ def test_the_runner(copy):
         return done.returncode, done.stdout.splitlines()
 
     assert finish("--dry-run")[1] == [
-        "missing tiny/CartPole-v1_40000/1", "missing gpu/Pendulum_20000/1", "missing peer/CartPole-v1_600/1",
+        "missing tiny/CartPole-v1_20000/1", "missing gpu/Pendulum_20000/1", "missing peer/CartPole-v1_600/1",
         "missing bad/NoSuch-v0_4000/1", "0 of 4 stored",
     ]  # fmt: skip
     process = subprocess.Popen([*command, "--only", "tiny"], cwd=copy, stdout=subprocess.PIPE, text=True)

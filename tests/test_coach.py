@@ -616,7 +616,7 @@ def test_broken_runs_are_named(words, tmp_path):
         sys.executable,
         ROOT / "ppo.py",
         "--total-timesteps",
-        "30000",
+        "20000",
         "--eval-episodes",
         "1",
         *words.split(),

@@ -1101,12 +1101,12 @@ def test_optimum(everything):
 
 @pytest.mark.slow
 def test_ppo_comes_close_to_the_optimum(tmp_path, monkeypatch):
-    """On reviews, an eighth of a run of its default length; what the human thinks of them rises, too."""
+    """On reviews, a sixteenth of a run of its default length; what the human thinks of them rises, too."""
     monkeypatch.chdir(tmp_path)
-    path = rlhf.train(rlhf.Args(total_episodes=5_120))
+    path = rlhf.train(rlhf.Args(total_episodes=2_560))
     models, task, args = optimum.load(path)
     result = optimum.compare_with_optimum(models, task, args, args.kl_coef)
-    assert result["share_of_optimum"] > 0.9
+    assert result["share_of_optimum"] > 0.85
     assert result["left_out"] < 0.05
     gold = list(curves(path.parent)["eval/gold"].values())
     assert gold[-1] > gold[0] + 0.5
