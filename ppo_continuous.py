@@ -17,7 +17,8 @@ The defaults were found by a search and an ablation. With these flags, it is pla
 CleanRL:
 
     python ppo_continuous.py --num-envs 1 --num-steps 2048 --learning-rate 3e-4 --vf-coef 0.5 --clip-vloss \\
-        --norm-adv --adapt none --activation tanh --no-scale-actions --init-log-std 0 --min-log-std -20
+        --norm-adv --no-recompute-advantages --adapt none --activation tanh --no-scale-actions \\
+        --init-log-std 0 --min-log-std -20
 
   [PPO]     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   [GAE]     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
@@ -96,6 +97,7 @@ class Args:  # the trailing comments become --help
     update_epochs: int = 10  # K: passes over each rollout
     num_minibatches: int = 32  # minibatches per epoch, one gradient step each
     norm_adv: bool = False  # normalise the advantages of each minibatch to mean 0, standard deviation 1
+    recompute_advantages: bool = True  # by the current critic, before each epoch ([Study], §3.5)
     surrogate: Literal["clip", "kl-penalty"] = "clip"  # clipped ratio ([PPO], §3) or KL penalty ([PPO], §4)
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
     clip_vloss: bool = False  # also clip the change of the value to ±ε ([Matters], §3)
@@ -448,11 +450,12 @@ def compute_gradients(agent: Agent, minibatch: Batch, args: Args, state: State) 
 
 
 def update(
-    agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, args: Args, state: State
+    agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, args: Args, state: State, remake: Callable
 ) -> dict[str, float]:
     """K epochs of gradient steps on shuffled minibatches, each by `compute`, which is `compute_gradients`.
 
-    Returns metrics: of the data, means over the gradient steps, and the KL divergence after the last.
+    `remake` makes the batch anew, with advantages and returns of the current critic. Returns metrics: of the
+    data, means over the gradient steps, and the KL divergence after the last.
     """
     errors = batch.advantages  # the critic's errors: return - V_old(s)
     metrics = {
@@ -468,7 +471,9 @@ def update(
         metrics["reward_clipfrac"] = (batch.rewards.abs() >= 10).float().mean().item()
     optimizer.param_groups[0]["lr"] = state.learning_rate
     steps = []  # metrics of each, still as tensors: reading them would wait for the GPU
-    for _ in range(args.update_epochs):
+    for epoch in range(args.update_epochs):
+        if args.recompute_advantages and epoch > 0:
+            batch = remake()._replace(old_values=batch.old_values)  # V_old is that of the first epoch
         order = torch.randperm(len(batch.obs)).to(args.device)
         for rows in order.tensor_split(args.num_minibatches):
             minibatch = Batch(*(column[rows] for column in batch))
@@ -549,7 +554,8 @@ def train(args: Args) -> dict:
         episodes = collect_rollout(envs, agent, rollout, args)
         obs, rewards = normalize_rollout(agent, rollout, args)
         batch = make_batch(agent, rollout, obs, rewards, args)
-        metrics = update(agent, optimizer, compute, batch, args, state)
+        remake = partial(make_batch, agent, rollout, obs, rewards, args)
+        metrics = update(agent, optimizer, compute, batch, args, state, remake)
         state.global_step += len(batch.obs)
         state.kl, state.entropy = float(metrics["kl"]), float(metrics["entropy"])
         run.log(metrics, episodes)

@@ -202,12 +202,14 @@ OWN_FLAGS = {  # of three tasks, besides the defaults: task, label and flags
     "swimmer": ("Swimmer-v5", "`--gamma 0.999`", "--gamma 0.999"),
     "pendulum": ("InvertedDoublePendulum-v5", "`--min-log-std -1.5`", "--min-log-std -1.5"),
 }
-CHEETAH_TASK = ("HalfCheetah-v5", 1_000_000)
+CHEETAH_TASK, SWIMMER = ("HalfCheetah-v5", 1_000_000), ("Swimmer-v5", 1_000_000)
 CONTINUOUS = [Experiment("sb3-rl-zoo-mujoco", "Stable-Baselines3", "sb3", each(TUNED, 3))]
-EARLIER = "9bf2a203a43686678f53cbd296a8d8b3044fe885"
 TODAY = ["continuous", "continuous-ant", "continuous-swimmer"]
+ONCE = ["once", "once-ant", "once-swimmer"]  # advantages were computed once per rollout; not all were run
+NOT_RECOMPUTED = "5a712e4e1c3508fce94d554ee00592ef475852db"
 BEFORE = ["before", "before-ant", "before-swimmer", "before-pendulum"]  # the last table
-for names, first, commit in ((TODAY, 601, ""), (BEFORE, 101, EARLIER)):
+EARLIER = "9bf2a203a43686678f53cbd296a8d8b3044fe885"
+for names, first, commit in ((TODAY, 801, ""), (ONCE, 601, NOT_RECOMPUTED), (BEFORE, 101, EARLIER)):
     plan = each(MUJOCO, 5, first) + each([CHEETAH_TASK], 5, first + 5)  # ten seeds where they differ most
     defaults = Experiment(names[0], "the defaults", "ppo_continuous.py", plan, "--compile", commit=commit)
     CONTINUOUS.append(defaults)
@@ -268,15 +270,26 @@ for name, change in CHANGES.items():
     plan += each([CHEETAH_TASK], LAST_SEED.get(name, 503) - 503, first=504)
     ABLATION.append(Experiment(name, label, "ppo_continuous.py", plan, flags, commit=ABLATED))
 
-# Given up after a seed: results/ablation.md, "A second comparison"
+# results/ablation.md, "A second comparison": of the learning rate, given up after a seed; then of recomputed
+# advantages
 AGAIN_TASKS = [("Walker2d-v5", 1_000_000), ("Hopper-v5", 1_000_000)]
 AGAIN = []
 for name, start in (("again-1", "-1"), ("again-05", "-0.5")):
     label = f"`--learning-rate 3e-4 --init-log-std {start} --min-log-std -1.5`"
     flags = f"--compile {label.strip('`')}"
-    AGAIN.append(Experiment(name, label, "ppo_continuous.py", each(AGAIN_TASKS, 1, first=701), flags))
-    plan, flags = each([("Swimmer-v5", 1_000_000)], 1, first=701), f"{flags} --gamma 0.999"
-    AGAIN.append(Experiment(f"{name}-swimmer", label, "ppo_continuous.py", plan, flags))
+    plan = each(AGAIN_TASKS, 1, first=701)
+    AGAIN.append(Experiment(name, label, "ppo_continuous.py", plan, flags, commit=NOT_RECOMPUTED))
+    plan, flags = each([SWIMMER], 1, first=701), f"{flags} --gamma 0.999"
+    AGAIN.append(
+        Experiment(f"{name}-swimmer", label, "ppo_continuous.py", plan, flags, commit=NOT_RECOMPUTED)
+    )
+RECOMPUTE_TASKS = [("Pendulum-v1", 100_000), *AGAIN_TASKS]
+for name, tasks, flags in (
+    ("recompute", RECOMPUTE_TASKS, "--compile"),
+    ("recompute-swimmer", [SWIMMER], "--compile --gamma 0.999"),
+):
+    label, plan = "recomputed advantages", each(tasks, 3, first=701)
+    AGAIN.append(Experiment(name, label, "ppo_continuous.py", plan, flags))
 
 # Networks, with the same script: layers of tanh, and a wider critic; training returns after 300,000 steps
 NETWORK_TASKS = [(f"{name}-v5", 300_000) for name in ("HalfCheetah", "Hopper", "Walker2d")]
@@ -290,8 +303,8 @@ for name, label, flags in (
     NETWORKS.append(Experiment(name, label, "ppo_continuous.py", plan, flags, commit=ABLATED))
 
 # Plain PPO: the settings of others, as far as they are not our defaults
-NOT_OURS = "--learning-rate 3e-4 --adapt none --activation tanh --norm-adv --no-scale-actions"
-NOT_OURS += " --init-log-std 0 --min-log-std -20"
+NOT_OURS = "--learning-rate 3e-4 --norm-adv --no-recompute-advantages --adapt none --activation tanh"
+NOT_OURS += " --no-scale-actions --init-log-std 0 --min-log-std -20"
 ROLLOUT = "--num-envs 1 --num-steps 2048"
 UNCLIPPED = "--max-grad-norm inf"
 RAW = "--no-norm-obs --no-norm-rewards"

@@ -277,9 +277,26 @@ def ablation_table(results: pd.DataFrame) -> Iterator[Row]:
             yield row
 
 
+def recompute_table(results: pd.DataFrame) -> Iterator[Row]:
+    """Greedy returns with advantages that are computed once, and anew before each epoch."""
+    chances = []
+    for task in [*experiments.RECOMPUTE_TASKS, experiments.SWIMMER]:
+        end = "-swimmer" if task == experiments.SWIMMER else ""
+        once = select(results, f"once{end}", task).greedy.to_numpy()
+        anew = select(results, f"recompute{end}", task).greedy.to_numpy()
+        if len(anew):
+            chances.append(probability_of_improvement(anew, once))
+            row = {"environment, steps": name_of(task), "computed once": with_worst(once)}
+            yield row | {"before each epoch": with_worst(anew), "P": f"{chances[-1]:.2f}"}
+    if chances:
+        row = {"environment, steps": "all", "computed once": "", "before each epoch": ""}
+        yield row | {"P": f"{np.mean(chances):.2f}"}
+
+
 def before_table(results: pd.DataFrame) -> Iterator[Row]:
-    """Greedy returns of continuous control now, in the last table, and of Stable-Baselines3."""
-    columns = {"the defaults of today": experiments.TODAY, "the table above": experiments.BEFORE}
+    """Greedy returns of continuous control now, in earlier tables, and of Stable-Baselines3."""
+    columns = {"the defaults of today": experiments.TODAY, "advantages computed once": experiments.ONCE}
+    columns["the last table"] = experiments.BEFORE
     columns["Stable-Baselines3"] = ["sb3-rl-zoo-mujoco"]
     for task in experiments.MUJOCO:
         found: dict[str, Row] = {}  # by flags
@@ -375,6 +392,7 @@ def tables() -> dict[str, str]:
     made["mujoco"] = [*returns(results, experiments.BEFORE, experiments.MUJOCO, "sb3-rl-zoo-mujoco")]
     made["before"] = [*before_table(results)]
     made["ablation"] = [*ablation_table(results)]
+    made["recompute"] = [*recompute_table(results)]
     made["networks"] = [*networks_table(results)]
     made["settings"] = [*settings_table()]
     made["plain"] = [*plain_table(results)]

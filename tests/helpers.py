@@ -33,7 +33,7 @@ PLAIN = {  # settings that these tests rely on, whatever the defaults are
     "num_envs": 4, "num_steps": 12, "gamma": 0.97, "gae_lambda": 0.9, "hidden_size": 64,
     "learning_rate": 3e-3, "anneal_lr": True, "update_epochs": 3, "num_minibatches": 2, "max_grad_norm": 0.5,
     "surrogate": "clip", "clip_coef": 0.2, "kl_coef": 1.0, "clip_vloss": False, "vf_coef": 0.5,
-    "norm_adv": True, "norm_obs": True, "norm_rewards": True,
+    "norm_adv": True, "norm_obs": True, "norm_rewards": True, "recompute_advantages": False,
     "adapt": "none", "desired_kl": 0.02, "target_kl": None,
     "ent_coef": 0.01, "anneal_ent_coef": False, "target_entropy": None,
     "scale_actions": True, "init_log_std": -0.5, "min_log_std": -20.0, "activation": "elu",
@@ -111,13 +111,14 @@ class Case:
         normalised = self.script.normalize_rollout(agent, rollout, args)
         return self.script.make_batch(agent, rollout, *normalised, args)
 
-    def update(self, agent, batch, args, seed=0, loss=None, optimizer=None, state=None):
+    def update(self, agent, batch, args, seed=0, loss=None, optimizer=None, state=None, remake=None):
         """`update` of the script, with its permutations seeded. Returns metrics."""
         torch.manual_seed(seed)
         optimizer, state = optimizer or self.make_optimizer(agent), state or self.make_state(args)
         compute = self.script.compute_gradients
         with mock.patch.object(self.script, "ppo_loss", loss or self.script.ppo_loss):
-            return self.script.update(agent, optimizer, compute, batch, args, state)
+            more = [remake] if self.script is ppo_continuous else []
+            return self.script.update(agent, optimizer, compute, batch, args, state, *more)
 
     def learn(self, agent, rollout, args, **given):
         """An iteration's learning: see `update`."""

@@ -106,7 +106,7 @@ def test_statistics_change_only_after_acting_and_learning_agree(case):
 
 @memory_too
 def test_making_a_batch_changes_nothing(case):
-    """It may be made again, as V-trace needs it: it is the same, and no statistics move."""
+    """It may be made again, as recomputed advantages are: it is the same, and no statistics move."""
     args = case.make_args()
     if case is LSTM:
         space = spaces.Box(-np.inf, np.inf, (D,), np.float32)
@@ -296,6 +296,38 @@ def test_target_kl_stops_the_epochs(case):
         metrics = case.learn(agent, case.make_rollout(args, agent), args)
         assert metrics["kl"] == ends[last][0]
         assert torch.equal(weights(agent), ends[last][1])
+
+
+@pytest.mark.parametrize("norm_rewards", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recompute_advantages(norm_rewards, recompute):
+    """Each epoch but the first has advantages of the current critic, of the same rewards.
+
+    The values are still those of the first, since a change of the value is clipped from there.
+    """
+    settings = {"recompute_advantages": recompute, "norm_rewards": norm_rewards, "num_minibatches": 1}
+    args = CONTINUOUS.make_args(learning_rate=1e-2, **settings)
+    agent = CONTINUOUS.make_agent(args)
+    rollout = CONTINUOUS.make_rollout(args, agent)
+    rollout.rewards *= 5  # far from what scaling makes of them
+    old, data = copy.deepcopy(agent), copy.deepcopy(rollout)
+    normalised = CONTINUOUS.script.normalize_rollout(agent, rollout, args)
+    remake = partial(CONTINUOUS.script.make_batch, agent, rollout, *normalised, args)
+    batch, recorder = remake(), Recorder(CONTINUOUS.script.ppo_loss)
+    CONTINUOUS.update(agent, batch, args, loss=recorder, remake=remake)
+    changes = []
+    for epoch, minibatch in enumerate(recorder.batches):
+        first = reference(CONTINUOUS, old, data, args)
+        critic = copy.deepcopy(old)
+        if recompute:
+            critic.critic = recorder.agents[epoch].critic
+        expected = first[:4] + reference(CONTINUOUS, critic, data, args)[4:]
+        where = places(minibatch, batch)
+        for name, part, whole in zip(batch._fields, minibatch, expected, strict=True):
+            np.testing.assert_allclose(float64(part), whole[where], atol=2e-4, err_msg=f"{name}, {epoch}")
+        changes.append(np.abs(expected[5] - first[5]).max())
+    assert (changes[1] > 0.01) == (changes[2] > changes[1]) == recompute
+    assert len(changes) == 3
 
 
 # Plain PPO

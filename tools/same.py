@@ -43,6 +43,7 @@ ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1
 ppo_continuous.py --total-timesteps 6000 --env-id Swimmer-v5 --gamma 0.9999 --gae-lambda 0.98
 ppo_continuous.py --total-timesteps 6000 --env-id InvertedDoublePendulum-v5 --min-log-std -2
 ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --no-norm-obs --no-norm-rewards --norm-adv
+ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --no-recompute-advantages
 ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --adapt none --ent-coef 0.01
 ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --surrogate kl-penalty --adapt kl-coef
 ppo_continuous.py --total-timesteps 6000 --env-id Pendulum-v1 --async-envs
