@@ -48,7 +48,7 @@ CLEANRL_SETTINGS = (
 ATARI = f"{CLEANRL_SETTINGS} --num-threads 1"
 CARTPOLE = f"{CLEANRL_SETTINGS} --norm-adv --gae-lambda 0.95 --no-norm-obs --no-norm-rewards"
 CHEETAH = "--num-steps 256 --num-minibatches 32 --update-epochs 10 --learning-rate 3e-4 --eval-episodes 1"
-CHEETAH += " --norm-adv --gae-lambda 0.95 --adapt none"
+CHEETAH += " --norm-adv --gae-lambda 0.95 --no-recompute-advantages --adapt none"
 
 
 @dataclass(frozen=True)
