@@ -265,7 +265,7 @@ LAST_SEED = {  # on HalfCheetah, to see whether it has low seeds; else 503
 ABLATION = []
 for name, change in CHANGES.items():
     label, flags = f"`{change}`" if change else "the defaults before", f"--compile {PARTS} {change}".strip()
-    label += ": the defaults of today" * (change == PLAINER)
+    label += ": what came of it" * (change == PLAINER)
     plan = each(ABLATION_TASKS, 3, first=501)
     plan += each([CHEETAH_TASK], LAST_SEED.get(name, 503) - 503, first=504)
     ABLATION.append(Experiment(name, label, "ppo_continuous.py", plan, flags, commit=ABLATED))
