@@ -110,6 +110,7 @@ class Args:  # the trailing comments become --help
     target_entropy: float | None = None  # adapt the entropy coefficient to hold this entropy, in nats
     vf_coef: float = 0.25  # c₁: weight of the value loss, ½ (V - return)²
     max_grad_norm: float = 0.5  # clip the gradient to this global norm
+    adam_beta2: float = 0.999  # Adam's β2; with 0.99, steps shrink sooner when gradients grow
     norm_obs: bool = True  # normalise observations, unless bounded by 0 and 1, by running mean and std
     norm_rewards: bool = True  # divide rewards by the running std of the discounted return ([Matters], §3)
     scale_actions: bool = True  # -1 and 1 of the policy are the environment's bounds; off: its own units
@@ -139,7 +140,8 @@ BOUNDS = {
     "update_epochs": (1, 30), "num_minibatches": (1, math.inf), "clip_coef": (1e-3, 0.3), "kl_coef": (0, 1e4),
     "desired_kl": (1e-6, 10), "target_kl": (1e-6, math.inf), "ent_coef": (0, 100),
     "target_entropy": (-1e4, 1e4), "vf_coef": (0, 100), "max_grad_norm": (1e-6, math.inf),
-    "init_log_std": (-5, 2), "min_log_std": (-20, 2), "hidden_size": (1, 2**16),
+    "adam_beta2": (1e-3, 0.99999), "init_log_std": (-5, 2), "min_log_std": (-20, 2),
+    "hidden_size": (1, 2**16),
 }  # fmt: skip
 
 
@@ -538,11 +540,13 @@ def train(args: Args) -> dict:
     env_seed = seed_everything(args.seed, state.global_step)  # again: environments may have drawn numbers
     obs_space, action_size = envs.single_observation_space, envs.single_action_space.shape[0]
     agent = Agent(args, obs_space, action_size).to(args.device)
-    optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)  # ε: [37], detail 3
+    betas = 0.9, args.adam_beta2
+    optimizer = Adam(agent.parameters(), args.learning_rate, betas, eps=1e-5, fused=True)  # ε: [37], detail 3
     if args.resume:
         agent.load_state_dict(saved["agent"])
         agent.log_std.data.clamp_(min=args.min_log_std)  # which may be another now
         optimizer.load_state_dict(saved["optimizer"])
+        optimizer.param_groups[0]["betas"] = betas  # likewise
         torch.set_rng_state(saved["random"])
     compute = compiled(compute_gradients) if args.compile else compute_gradients
     rollout = Rollout(args, obs_space.shape[0], action_size)

@@ -270,8 +270,8 @@ for name, change in CHANGES.items():
     plan += each([CHEETAH_TASK], LAST_SEED.get(name, 503) - 503, first=504)
     ABLATION.append(Experiment(name, label, "ppo_continuous.py", plan, flags, commit=ABLATED))
 
-# results/ablation.md, "A second comparison": of the learning rate, given up after a seed; then of recomputed
-# advantages
+# results/ablation.md: "A second comparison", of the learning rate, given up after a seed, then of recomputed
+# advantages; "A third comparison", of β2
 AGAIN_TASKS = [("Walker2d-v5", 1_000_000), ("Hopper-v5", 1_000_000)]
 AGAIN = []
 for name, start in (("again-1", "-1"), ("again-05", "-0.5")):
@@ -290,6 +290,10 @@ for name, tasks, flags in (
 ):
     label, plan = "recomputed advantages", each(tasks, 3, first=701)
     AGAIN.append(Experiment(name, label, "ppo_continuous.py", plan, flags))
+BETA2_TASKS = [*RECOMPUTE_TASKS, ("InvertedPendulum-v5", 1_000_000), ("Humanoid-v5", 1_000_000)]
+for name, tasks, flags in (("beta2", BETA2_TASKS, ""), ("beta2-swimmer", [SWIMMER], " --gamma 0.999")):
+    plan, flags = each(tasks, 3, first=901), f"--compile --adam-beta2 0.99{flags}"
+    AGAIN.append(Experiment(name, "`--adam-beta2 0.99`", "ppo_continuous.py", plan, flags))
 
 # Networks, with the same script: layers of tanh, and a wider critic; training returns after 300,000 steps
 NETWORK_TASKS = [(f"{name}-v5", 300_000) for name in ("HalfCheetah", "Hopper", "Walker2d")]

@@ -96,6 +96,7 @@ def test_refusals(words, tmp_path):
         (CONTINUOUS, "--env-id user_envs:FarBox-v0", "scale or shift actions"),
         (CONTINUOUS, "--env-id user_envs:FarBox-v0 --no-scale-actions", "scale or shift actions"),
         (CONTINUOUS, "--init-log-std -3", "--init-log-std must not be below --min-log-std"),
+        (CONTINUOUS, "--adam-beta2 1", "--adam-beta2 must be from 0.001 to 0.99999"),
         (LSTM, "--env-id Pendulum-v1", "ppo_continuous.py"),
         (CONTINUOUS, "--no-norm-rewards", "--norm-rewards or --norm-adv"),
         (LSTM, "--hidden-size 0", "--hidden-size must be from 1 to 65536, not 0"),

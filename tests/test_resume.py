@@ -414,6 +414,13 @@ def test_networks_keep_what_they_have_learnt_with(case, words, trained, tmp_path
         assert f"{name} must be as in" in done.err
 
 
+def test_another_beta2_counts_in_a_resumed_run(trained, tmp_path):
+    """It is Adam's from there on, not that of the saved optimizer."""
+    path = copied(trained(CONTINUOUS).checkpoint, tmp_path)
+    content, _ = resume(CONTINUOUS, path, "--adam-beta2", "0.9")
+    assert content["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.9)
+
+
 def test_another_floor_counts_from_the_first_action_of_a_resumed_run(trained, tmp_path):
     """Acting with a narrow policy, and learning a wide one, would be a large step."""
     path = copied(trained(CONTINUOUS).checkpoint, tmp_path)
