@@ -13,7 +13,7 @@
 It trains on any Gymnasium environment with `Box` actions [A] and observations that flatten to a vector.
 To use your own, register it and name it (`--env-id my_module:MyEnv-v0`), or change make_env.
 
-The defaults were found by a search and an ablation. With these flags, it is plain PPO with the settings of
+The defaults were found by a search and by ablations. With these flags, it is plain PPO with the settings of
 CleanRL:
 
     python ppo_continuous.py --num-envs 1 --num-steps 2048 --learning-rate 3e-4 --vf-coef 0.5 --clip-vloss \\

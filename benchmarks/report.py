@@ -296,15 +296,16 @@ def recompute_table(results: pd.DataFrame) -> Iterator[Row]:
 def before_table(results: pd.DataFrame) -> Iterator[Row]:
     """Greedy returns of continuous control now, in earlier tables, and of Stable-Baselines3."""
     columns = {"the defaults of today": experiments.TODAY, "advantages computed once": experiments.ONCE}
-    columns["the last table"] = experiments.BEFORE
-    columns["Stable-Baselines3"] = ["sb3-rl-zoo-mujoco"]
+    columns["the defaults before"] = experiments.BEFORE
     for task in experiments.MUJOCO:
+        peer = select(results, "sb3-rl-zoo-mujoco", task).greedy
         found: dict[str, Row] = {}  # by flags
         for column, names in columns.items():
             for name in names:
                 if len(greedy := select(results, name, task).greedy):
-                    label = EXPERIMENTS[name].label if column != "Stable-Baselines3" else "the defaults"
-                    row = found.setdefault(label, dict.fromkeys(columns, ""))
+                    empty = dict.fromkeys(columns, "")
+                    empty["Stable-Baselines3"] = with_worst(peer) if len(peer) else ""
+                    row = found.setdefault(EXPERIMENTS[name].label, empty)
                     row[column] = with_worst(greedy)
         for label, row in found.items():
             yield {"environment, steps": f"{name_of(task)}, {label}".removesuffix(", the defaults")} | row
