@@ -421,6 +421,13 @@ def test_another_beta2_counts_in_a_resumed_run(trained, tmp_path):
     assert content["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.9)
 
 
+def test_beta2_counts_in_a_new_run(tmp_path):
+    """It is that of the optimizer from the first step on."""
+    run(CONTINUOUS, tmp_path, "--adam-beta2", "0.9")
+    content = load(checkpoint_in(tmp_path))
+    assert content["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.9)
+
+
 def test_another_floor_counts_from_the_first_action_of_a_resumed_run(trained, tmp_path):
     """Acting with a narrow policy, and learning a wide one, would be a large step."""
     path = copied(trained(CONTINUOUS).checkpoint, tmp_path)
