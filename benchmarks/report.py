@@ -277,20 +277,22 @@ def ablation_table(results: pd.DataFrame) -> Iterator[Row]:
             yield row
 
 
-def recompute_table(results: pd.DataFrame) -> Iterator[Row]:
-    """Greedy returns with advantages that are computed once, and anew before each epoch."""
-    chances = []
-    for task in [*experiments.RECOMPUTE_TASKS, experiments.SWIMMER]:
+def comparison_table(
+    results: pd.DataFrame, tasks: list[Task], without: tuple[str, str], with_it: tuple[str, str]
+) -> Iterator[Row]:
+    """Greedy returns of two experiments (name, title), and P. On Swimmer, both have a flag and "-swimmer"."""
+    pairs = []
+    for task in tasks:
         end = "-swimmer" if task == experiments.SWIMMER else ""
-        once = select(results, f"once{end}", task).greedy.to_numpy()
-        anew = select(results, f"recompute{end}", task).greedy.to_numpy()
-        if len(anew):
-            chances.append(probability_of_improvement(anew, once))
-            row = {"environment, steps": name_of(task), "computed once": with_worst(once)}
-            yield row | {"before each epoch": with_worst(anew), "P": f"{chances[-1]:.2f}"}
-    if chances:
-        row = {"environment, steps": "all", "computed once": "", "before each epoch": ""}
-        yield row | {"P": f"{np.mean(chances):.2f}"}
+        one, other = (select(results, name + end, task).greedy.to_numpy() for name, _ in (without, with_it))
+        if len(one) and len(other):
+            pairs.append((other, one))
+            row = {"environment, steps": name_of(task), without[1]: with_worst(one)}
+            yield row | {with_it[1]: with_worst(other), "P": f"{probability_of_improvement(other, one):.2f}"}
+    if len(pairs) == len(tasks):
+        both = (np.stack(scores, axis=1) for scores in zip(*pairs, strict=True))  # [seeds, tasks] each
+        row = {"environment, steps": "all", without[1]: "", with_it[1]: ""}
+        yield row | {"P": "{:.2f} [{:.2f}, {:.2f}]".format(*interval(probability_of_improvement, *both))}
 
 
 def before_table(results: pd.DataFrame) -> Iterator[Row]:
@@ -393,7 +395,12 @@ def tables() -> dict[str, str]:
     made["mujoco"] = [*returns(results, experiments.BEFORE, experiments.MUJOCO, "sb3-rl-zoo-mujoco")]
     made["before"] = [*before_table(results)]
     made["ablation"] = [*ablation_table(results)]
-    made["recompute"] = [*recompute_table(results)]
+    tasks = [*experiments.RECOMPUTE_TASKS, experiments.SWIMMER]
+    titles = ("once", "computed once"), ("recompute", "before each epoch")
+    made["recompute"] = [*comparison_table(results, tasks, *titles)]
+    tasks = [*experiments.BETA2_TASKS, experiments.SWIMMER]
+    titles = ("continuous", "β2 = 0.999"), ("beta2", "β2 = 0.99")
+    made["beta2"] = [*comparison_table(results, tasks, *titles)]
     made["networks"] = [*networks_table(results)]
     made["settings"] = [*settings_table()]
     made["plain"] = [*plain_table(results)]
