@@ -88,8 +88,8 @@ def figures(results: pd.DataFrame) -> dict[str, Figure]:
     labels = {"classic": "ppo.py at its defaults", "sb3-rl-zoo": peer}
     made["classic"] = learning_curves(results, labels, panels, 4, False)
     panels = [(task, "return") for task in experiments.MUJOCO]
-    labels = {"before": "ppo_continuous.py at earlier defaults", "sb3-rl-zoo-mujoco": peer}
-    labels |= dict.fromkeys(experiments.BEFORE[1:], "ppo_continuous.py with flags for the task")
+    labels = {"continuous": "ppo_continuous.py at its defaults", "sb3-rl-zoo-mujoco": peer}
+    labels |= dict.fromkeys(experiments.TODAY[1:], "ppo_continuous.py with flags for the task")
     made["mujoco"] = learning_curves(results, labels, panels, 4, True)
     panels = [(experiments.PONG, "return"), (experiments.BREAKOUT, "return")]
     labels = {"atari-breakout": "ppo_atari.py at its defaults", "atari-pong": "with flags for Pong"}

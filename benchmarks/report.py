@@ -21,6 +21,7 @@ from experiments import EXPERIMENTS, ROOT, Study, Task
 from rliable.library import get_interval_estimates
 from rliable.metrics import aggregate_iqm
 from run import CURVES, KEY, RUNS, SPEEDS
+from scipy.stats import bootstrap
 
 Row = dict[str, str]  # the cells of a table, by the column's title
 LANGUAGE_RUNS = experiments.DATA / "language.csv"
@@ -61,6 +62,17 @@ def interval(function: Callable, *scores: np.ndarray) -> tuple[float, float, flo
         {"": tables if len(tables) > 1 else tables[0]}, lambda *x: np.array([function(*x)]), reps=2000
     )
     return float(point[""][0]), float(ends[""][0, 0]), float(ends[""][1, 0])
+
+
+def mean_chance(pairs: list[tuple[np.ndarray, np.ndarray]]) -> str:
+    """P, averaged over tasks with any numbers of seeds each: ours and theirs; with its 95% interval."""
+
+    def mean(*seeds: np.ndarray) -> float:
+        return np.mean([*map(probability_of_improvement, seeds[::2], seeds[1::2])])
+
+    seeds = [scores for pair in pairs for scores in pair]
+    found = bootstrap(seeds, mean, n_resamples=2000, vectorized=False, method="percentile", rng=0)
+    return "{:.2f} [{:.2f}, {:.2f}]".format(mean(*seeds), *found.confidence_interval)
 
 
 def spread(scores: Any) -> str:
@@ -290,27 +302,37 @@ def comparison_table(
             row = {"environment, steps": name_of(task), without[1]: with_worst(one)}
             yield row | {with_it[1]: with_worst(other), "P": f"{probability_of_improvement(other, one):.2f}"}
     if len(pairs) == len(tasks):
-        both = (np.stack(scores, axis=1) for scores in zip(*pairs, strict=True))  # [seeds, tasks] each
-        row = {"environment, steps": "all", without[1]: "", with_it[1]: ""}
-        yield row | {"P": "{:.2f} [{:.2f}, {:.2f}]".format(*interval(probability_of_improvement, *both))}
+        yield {"environment, steps": "all", without[1]: "", with_it[1]: "", "P": mean_chance(pairs)}
 
 
 def before_table(results: pd.DataFrame) -> Iterator[Row]:
-    """Greedy returns of continuous control now, in earlier tables, and of Stable-Baselines3."""
+    """Greedy returns of continuous control now, in earlier tables, and of Stable-Baselines3.
+
+    P is of the defaults of today against those before, with the same flags for the task.
+    """
     columns = {"the defaults of today": experiments.TODAY, "advantages computed once": experiments.ONCE}
     columns["the defaults before"] = experiments.BEFORE
+    empty = dict.fromkeys(["environment, steps", *columns, "P, today or before", "Stable-Baselines3"], "")
+    pairs = []
     for task in experiments.MUJOCO:
         peer = select(results, "sb3-rl-zoo-mujoco", task).greedy
-        found: dict[str, Row] = {}  # by flags
+        found: dict[str, dict[str, pd.Series]] = {}  # by flags and column
         for column, names in columns.items():
             for name in names:
                 if len(greedy := select(results, name, task).greedy):
-                    empty = dict.fromkeys(columns, "")
-                    empty["Stable-Baselines3"] = with_worst(peer) if len(peer) else ""
-                    row = found.setdefault(EXPERIMENTS[name].label, empty)
-                    row[column] = with_worst(greedy)
-        for label, row in found.items():
-            yield {"environment, steps": f"{name_of(task)}, {label}".removesuffix(", the defaults")} | row
+                    found.setdefault(EXPERIMENTS[name].label, {})[column] = greedy
+        for label, entries in found.items():
+            title = f"{name_of(task)}, {label}".removesuffix(", the defaults")
+            row = empty | {"environment, steps": title}
+            row |= {column: with_worst(greedy) for column, greedy in entries.items()}
+            if len(peer):
+                row["Stable-Baselines3"] = with_worst(peer)
+            now, before = (entries.get(f"the defaults {when}") for when in ("of today", "before"))
+            if now is not None and before is not None:
+                pairs.append((now.to_numpy(), before.to_numpy()))
+                row["P, today or before"] = f"{probability_of_improvement(*pairs[-1]):.2f}"
+            yield row
+    yield empty | {"environment, steps": "all", "P, today or before": mean_chance(pairs)}
 
 
 def networks_table(results: pd.DataFrame) -> Iterator[Row]:
@@ -392,7 +414,7 @@ def tables() -> dict[str, str]:
     made = {name: [*study_table(results, study)] for name, study in experiments.STUDIES.items()}
     tasks = [*experiments.CLASSIC, experiments.TAXI]
     made["classic"] = [*returns(results, ["classic", "classic-acrobot", "taxi"], tasks, "sb3-rl-zoo")]
-    made["mujoco"] = [*returns(results, experiments.BEFORE, experiments.MUJOCO, "sb3-rl-zoo-mujoco")]
+    made["mujoco"] = [*returns(results, experiments.TODAY, experiments.MUJOCO, "sb3-rl-zoo-mujoco")]
     made["before"] = [*before_table(results)]
     made["ablation"] = [*ablation_table(results)]
     tasks = [*experiments.RECOMPUTE_TASKS, experiments.SWIMMER]
