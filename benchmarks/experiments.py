@@ -197,14 +197,15 @@ STUDIES = {  # K is the number of epochs per rollout, 15 by default
 MUJOCO = [(env_id, 1_000_000) for env_id in PUBLISHED if env_id.endswith("-v5")] + [("Pendulum-v1", 100_000)]
 TUNED = [task for task in MUJOCO if task[0] in SB3]
 NO_FORCES = """--env-kwargs '{"include_cfrc_ext_in_observation": false}'"""
-OWN_FLAGS = {  # of three tasks, besides the defaults: task, label and flags
+OWN_FLAGS = {  # of some tasks, besides the defaults: task, label and flags
     "ant": ("Ant-v5", "no contact forces", NO_FORCES),
     "swimmer": ("Swimmer-v5", "`--gamma 0.999`", "--gamma 0.999"),
+    "inverted": ("InvertedPendulum-v5", "`--adam-beta2 0.99`", "--adam-beta2 0.99"),
     "pendulum": ("InvertedDoublePendulum-v5", "`--min-log-std -1.5`", "--min-log-std -1.5"),
 }
 CHEETAH_TASK, SWIMMER = ("HalfCheetah-v5", 1_000_000), ("Swimmer-v5", 1_000_000)
 CONTINUOUS = [Experiment("sb3-rl-zoo-mujoco", "Stable-Baselines3", "sb3", each(TUNED, 3))]
-TODAY = ["continuous", "continuous-ant", "continuous-swimmer"]
+TODAY = ["continuous", "continuous-ant", "continuous-swimmer", "continuous-inverted"]
 ONCE = ["once", "once-ant", "once-swimmer"]  # advantages were computed once per rollout; not all were run
 NOT_RECOMPUTED = "5a712e4e1c3508fce94d554ee00592ef475852db"
 BEFORE = ["before", "before-ant", "before-swimmer", "before-pendulum"]  # the last table
