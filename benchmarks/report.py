@@ -312,7 +312,7 @@ def before_table(results: pd.DataFrame) -> Iterator[Row]:
     """
     columns = {"the defaults of today": experiments.TODAY, "advantages computed once": experiments.ONCE}
     columns["the defaults before"] = experiments.BEFORE
-    empty = dict.fromkeys(["environment, steps", *columns, "P, today or before", "Stable-Baselines3"], "")
+    empty = dict.fromkeys(["environment, steps", *columns, "P", "Stable-Baselines3"], "")
     pairs = []
     for task in experiments.MUJOCO:
         peer = select(results, "sb3-rl-zoo-mujoco", task).greedy
@@ -330,9 +330,9 @@ def before_table(results: pd.DataFrame) -> Iterator[Row]:
             now, before = (entries.get(f"the defaults {when}") for when in ("of today", "before"))
             if now is not None and before is not None:
                 pairs.append((now.to_numpy(), before.to_numpy()))
-                row["P, today or before"] = f"{probability_of_improvement(*pairs[-1]):.2f}"
+                row["P"] = f"{probability_of_improvement(*pairs[-1]):.2f}"
             yield row
-    yield empty | {"environment, steps": "all", "P, today or before": mean_chance(pairs)}
+    yield empty | {"environment, steps": "all", "P": mean_chance(pairs)}
 
 
 def networks_table(results: pd.DataFrame) -> Iterator[Row]:
