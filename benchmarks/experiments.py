@@ -125,7 +125,7 @@ PUBLISHED: dict[str, tuple[float, float | None, str, str]] = {
     "Reacher-v5": (-4.1, 0.3, "Tianshou", "v2"),
     "InvertedPendulum-v5": (1000.0, 0.0, "Tianshou", "v2"),
     "InvertedDoublePendulum-v5": (9231.3, 270.4, "Tianshou", "v2"),
-    "Pusher-v5": (-40.4, 7.2, "CleanRL", "v4"),
+    "Pusher-v5": (-40.4, 7.2, "CleanRL", "v4, in training"),
     "Pendulum-v1": (-172.2, 104.2, "RL Zoo", "v1"),
     "PongNoFrameskip-v4": (21.0, 0.1, "RL Zoo", "at 10M"),
     "BreakoutNoFrameskip-v4": (414.7, 28.1, "CleanRL", "at 10M, in training"),
