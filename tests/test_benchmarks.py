@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import math
 import re
 import shutil
@@ -87,6 +88,19 @@ def test_statistics_of_the_tables():
     assert value == pytest.approx(probability_of_improvement(ours, theirs))
     assert low < value < high
     assert report.spread(np.array([2.0, 4.0, 9.0])) == f"5.0 ± {math.sqrt((9 + 1 + 16) / 2):.1f}"
+
+
+def test_the_mean_over_tasks_and_its_interval():
+    """Tasks count alike, whatever their numbers of seeds. The interval is that of all ways to draw seeds."""
+    tasks = [(np.array([1.0, 5, 6]), np.array([2, 4, 5.5])), (np.array([3.0, 8]), np.array([3.0, 9]))]
+    by_hand = (5 / 9 + 1.5 / 4) / 2  # pairs that are won; a tie is half of one
+    seeds = [scores for task in tasks for scores in task]
+    means = []
+    for drawn in itertools.product(*(itertools.product(scores, repeat=len(scores)) for scores in seeds)):
+        wins = [[(a > b) + (a == b) / 2 for a in x for b in y] for x, y in (drawn[:2], drawn[2:])]
+        means.append(np.mean([np.mean(won) for won in wins]))
+    low, high = np.quantile(means, [0.025, 0.975])
+    assert report.mean_chance(tasks) == f"{by_hand:.2f} [{low:.2f}, {high:.2f}]"
 
 
 @pytest.mark.slow
