@@ -705,6 +705,9 @@ def choose(plan: Plan, names: set[str]) -> Choice:
     is_plain |= isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1
     if not is_plain:
         return Choice(script, reason, "Other actions")
+    parts = env.observation_space.values() if isinstance(env.observation_space, gym.spaces.Dict) else ()
+    if any(len(part.shape or ()) == 3 for part in parts):
+        return Choice(script, reason, "An image and a vector")
     return Choice(script, reason, "Small images" if len(shape) == 3 else "")
 
 

@@ -681,7 +681,7 @@ def to_float(reward: Any) -> float:
 
 
 def make_envs(args: Args, seed: int) -> VectorEnv:
-    """N environments, here or in a process each. Observations are flat, dicts in alphabetical order."""
+    """N environments, here or in a process each. Observations are flat: the parts of a dict, in its order."""
     main_process = os.getpid()
     on_sigterm = signal.SIG_IGN if signal.getsignal(signal.SIGTERM) is stop else signal.SIG_DFL
 

@@ -457,6 +457,10 @@ PLANS = {  # words: the script, and what else the plan says
     "--env-id user_envs:Pairs-v0": ("ppo.py", ["docs/recipes.md, 'Other actions'"]),
     "--env-id user_envs:FromOne-v0": ("ppo.py", ["docs/recipes.md, 'Other actions'"]),
     '--env-id user_envs:Walk-v0 --env-kwargs {"observation":"image"}': ("ppo.py", ["'Small images'"]),
+    '--env-id user_envs:Walk-v0 --env-kwargs {"observation":"mixed"}': (
+        "ppo.py",
+        ["'An image and a vector'"],
+    ),
     "--env-id CartPole-v1 --total-timesteps 10_000": ("ppo.py", ["note: so few iterations"]),
     "--script grpo --kl-coef 0.04": ("grpo.py", ["8 responses to each prompt", "β = 0.04"]),
     "--script ppo_rlhf": ("ppo_rlhf.py", ["240, for 61,440 responses"]),

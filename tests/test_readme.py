@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import shlex
 import shutil
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -43,7 +45,8 @@ NAMES = (
 )
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
 README, METRICS, VARIANTS = PAGES["README.md"], PAGES["docs/metrics.md"], PAGES["docs/scripts.md"]
-TESTED = README + PAGES["docs/first_hour.md"] + PAGES["docs/recipes.md"]
+TESTED = README + PAGES["docs/first_hour.md"]
+TESTED += "".join(text for name, text in PAGES.items() if name.startswith("docs/recipes"))
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TESTED, re.DOTALL | re.MULTILINE)
 PROGRAMS = [text for language, text in BLOCKS if language == "python"]
 COMMANDS = [
@@ -53,8 +56,9 @@ SET_UP = [line for line in COMMANDS if re.match(r"(python3 -m venv|pip|uv|uvx) "
 LOOPS = [line for line in COMMANDS if line.startswith("for ")]
 CALLS = [line for line in COMMANDS if re.match(r"python (ppo\w*|plot|coach)\.py", line)]
 TOOLS = {"plot.py": plot, "coach.py": coach}
+CHANGED = ppo, ppo_continuous, ppo_lstm  # by programs; what they replace is put back
 # Settings with which a command takes about a second. Where a script lacks one, it is left out.
-SHORT = {"total_timesteps": 130, "num_envs": 4, "num_steps": 16, "update_epochs": 1, "num_minibatches": 1}
+SHORT = {"total_timesteps": 130, "num_envs": 6, "num_steps": 16, "update_epochs": 1, "num_minibatches": 1}
 SHORT |= {"eval_episodes": 2}
 
 
@@ -62,7 +66,9 @@ def parameters(texts: list[str]) -> list:
     """The texts, as parameters of a test. Those that compile, export, record or play Atari games are slow."""
     found = []
     for text in texts:
-        slow = re.search("--compile|torch.export|--capture-video|atari|import jax|import ppo_gpu", text)
+        slow = re.search(
+            "--compile|torch.export|--capture-video|atari|import jax|import ppo_gpu|torchrun", text
+        )
         marks = [pytest.mark.slow] if slow else []
         found.append(pytest.param(text, marks=marks, id=text.splitlines()[0].strip("# ")))
     return found
@@ -95,13 +101,13 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def user(folder, tmp_path, monkeypatch):
     """A user who works in a copy of this folder. Whatever is done to the scripts is undone."""
-    before, copy = [dict(vars(ppo)), dict(vars(ppo_continuous))], tmp_path / "user"
+    before, copy = [dict(vars(script)) for script in CHANGED], tmp_path / "user"
     shutil.copytree(folder, copy)
     monkeypatch.chdir(copy)
     monkeypatch.syspath_prepend(str(copy))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: None, finish=lambda: None))
     yield copy
-    for script, names in zip((ppo, ppo_continuous), before, strict=True):
+    for script, names in zip(CHANGED, before, strict=True):
         vars(script).update(names)
     gym.registry.pop("Corridor-v0", None)
     sys.modules.pop("my_env", None)
@@ -131,15 +137,19 @@ def test_each_line_has_a_test():
 @pytest.mark.parametrize("program", parameters(PROGRAMS))
 def test_each_program_runs(program, user, monkeypatch, capsys):
     """Each Python block runs as a file, by the command in its first line, with short trainings."""
-    for module in ("optuna", "onnxscript", "onnxruntime", "jax", "mjlab", "minigrid"):
+    for module in ("optuna", "onnxscript", "onnxruntime", "jax", "mjlab", "minigrid", "envpool"):
         if re.search(rf"(import|from|install.*) {module}\b", program):
             pytest.importorskip(module)
+    if program.startswith("# my_processes.py"):
+        run_by_torchrun(program, user)
+        return
     trained_by = next((name for name in ("ppo_gpu", "ppo_continuous") if f"import {name}" in program), "ppo")
     command = re.match(r"# (\w+\.py): python \1 (.*)|", program)
     words = (command[2] or "").split()
     words = [str(checkpoint_of(trained_by, user)) if "checkpoint" in word else word for word in words]
     if "ppo.main()" in program:
-        words += shortened(ppo_continuous if "import ppo_continuous" in program else ppo)
+        imported = re.findall(r"^import (ppo\w*)(?: as ppo)?$", program, re.M)[-1]
+        words += shortened(SCRIPTS[f"{imported}.py"])
     program = re.sub(r"total_timesteps=[\d_]+", "total_timesteps=2000", program)
     if "ppo_gpu" in program:
         for name in ("Agent", "make_batch", "normalize_rollout"):  # what the program changes is undone
@@ -156,6 +166,20 @@ def test_each_program_runs(program, user, monkeypatch, capsys):
     assert warned == program.startswith("# symmetry.py")  # of which the text says so
     if command[1] == "export.py":
         check_exported(user, checkpoint_in(user))
+
+
+def run_by_torchrun(program: str, folder: Path) -> None:
+    """Two processes, by the command in the first line; only one run is there, with the steps of both."""
+    (folder / "my_processes.py").write_text(program, encoding="utf-8")
+    words = shlex.split(program.splitlines()[0].partition("torchrun ")[2])
+    words += shortened(ppo_continuous)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (path,) = folder.glob("runs/*my_processes*/checkpoint.pt")
+    steps = ppo_continuous.load_checkpoint(path)[1]["state"]["global_step"]
+    assert steps % (2 * 6 * 16) == 0
 
 
 def check_exported(folder: Path, checkpoint: Path) -> None:
@@ -191,6 +215,7 @@ def test_every_flag_exists():
     others = {"--help", "--compare", "--nproc-per-node", "--fix", "--check", "--logdir"}
     others |= {"--extra", "--torch-backend", "--with-editable", "--no-deps"}  # of uv and pip
     others |= {"--fast", "--lowest"}  # .ci/run
+    others |= {"--nnodes", "--rdzv-backend", "--rdzv-endpoint"}  # of torchrun
     others |= {"--only", "--store", "--dry-run", "--peers", "--cleanrl", "--purejaxrl"}
     for name, text in PAGES.items():
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= flags | others, name
@@ -209,7 +234,7 @@ def test_every_variant_is_accepted(script):
 def test_links():
     """Each local link and image is a file, and each anchor a heading."""
     for name, text in PAGES.items():
-        path = ROOT / name
+        path, text = ROOT / name, re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
         files = re.findall(r"(?:src|srcset)=\"([^\"]+)\"", text)
         for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", text):
             files.append(target or path.name)

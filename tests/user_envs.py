@@ -24,6 +24,7 @@ OBSERVATIONS = {
     "discrete": spaces.Discrete(6),
     "dict": spaces.Dict(position=VECTOR, room=spaces.Discrete(4)),
     "image": spaces.Box(0, 255, (4, 4, 3), np.uint8),
+    "mixed": spaces.Dict(image=spaces.Box(0, 255, (4, 4, 3), np.uint8), position=VECTOR),
     "words": spaces.Dict(position=VECTOR, words=spaces.Sequence(spaces.Discrete(9))),
     "unknown": spaces.Dict(position=VECTOR, unknown=Custom((2,), np.float32)),
 }

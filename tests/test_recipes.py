@@ -1,0 +1,196 @@
+"""What the recipes promise beyond running: their policies are right, and nothing is learnt twice or lost."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import ppo
+import ppo_continuous
+import ppo_lstm
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("docs/recipes*.md"))
+PROGRAMS = {
+    text.split()[1].rstrip(":"): text
+    for text in re.findall(r"^```python\n(# .*?)^```", PAGES, re.DOTALL | re.MULTILINE)
+}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """`recipe(name)` has what a program defines; what it replaces in the scripts is put back afterwards."""
+    scripts = ppo, ppo_continuous, ppo_lstm
+    before = [dict(vars(script)) for script in scripts]
+
+    def load(name):
+        (tmp_path / name).write_text(PROGRAMS[name], encoding="utf-8")
+        return runpy.run_path(str(tmp_path / name), run_name="recipe")
+
+    yield load
+    for script, names in zip(scripts, before, strict=True):
+        vars(script).clear()
+        vars(script).update(names)
+
+
+@pytest.fixture
+def pairs(recipe):
+    """`check_policy`, and what to give it: the agent of `my_choices.py`, masked observations, all actions."""
+    check_policy, choices = recipe("my_policy_test.py")["check_policy"], recipe("my_choices.py")["CHOICES"]
+    torch.manual_seed(1)
+    env = gym.wrappers.FlattenObservation(ppo.make_env(ppo.Args()))
+    env.reset(seed=1)
+    obs = torch.from_numpy(np.stack([env.step(np.array([0, 0]))[0] for _ in range(8)])).float()
+    agent = ppo.Agent(ppo.Args(), env.observation_space, int(env.action_space.n))
+    for parameter in agent.actor.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape)
+    return check_policy, agent, obs, torch.cartesian_prod(*map(torch.arange, choices.tolist()))
+
+
+def test_choices_are_independent(pairs):
+    """Masks are kept; probabilities, entropy, KL and what is drawn are those of all twelve actions."""
+    check_policy, agent, obs, actions = pairs
+    allowed = obs[:, :8].reshape(8, 2, 4)
+    forbidden = [(allowed[:, 0, first] == 0) | (allowed[:, 1, second] == 0) for first, second in actions]
+    check_policy(agent, obs, actions, torch.stack(forbidden))
+
+
+MISTAKES = [
+    "mask of wrong columns",
+    "mask only to act",
+    "mean over numbers",
+    "temperature only to act",
+    "half of the entropy",
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_test_of_a_policy_sees(mistake, pairs, monkeypatch):
+    """Mistakes with which training goes on, and learns something else."""
+    check_policy, agent, *given = pairs
+    act, log_prob, entropy = ppo.act, ppo.log_prob, ppo.entropy
+    policy = type(agent).policy
+
+    def unmasked_to_learn(self, obs):
+        free = obs.clone()
+        free[:, :8] = 1
+        return policy(self, obs if torch.is_inference_mode_enabled() else free)
+
+    if mistake == "mask of wrong columns":
+        allowed = given[0][:, :8].reshape(8, 2, 4)
+        forbidden = [(allowed[:, 0, first] == 0) | (allowed[:, 1, second] == 0) for first, second in given[1]]
+        given.append(torch.stack(forbidden))
+        monkeypatch.setattr(type(agent), "policy", lambda self, obs: policy(self, obs.roll(1, -1)))
+    if mistake == "mask only to act":
+        monkeypatch.setattr(type(agent), "policy", unmasked_to_learn)
+    if mistake == "mean over numbers":
+        monkeypatch.setattr(ppo, "log_prob", lambda *inputs: log_prob(*inputs) / 2)
+    if mistake == "temperature only to act":
+        monkeypatch.setattr(ppo, "act", lambda agent, obs, noise: act(agent, obs, 1.5 * noise))
+    if mistake == "half of the entropy":
+        monkeypatch.setattr(ppo, "entropy", lambda policy: entropy(policy) / 2)
+    with pytest.raises(AssertionError):
+        check_policy(agent, *given)
+
+
+class Leaves:
+    """Of two agents, the first leaves after two steps, with a reward of 5; the second stays for four."""
+
+    possible_agents, render_mode = ["first", "second"], None
+
+    def observation_space(self, agent):
+        return gym.spaces.Box(-9, 9, (1,), np.float32)
+
+    def action_space(self, agent):
+        return gym.spaces.Discrete(2)
+
+    def report(self):
+        return {name: np.float32([self.time]) for name in self.agents}
+
+    def reset(self, seed=None, options=None):
+        self.agents, self.time = [*self.possible_agents], 0
+        return self.report(), {}
+
+    def step(self, actions):
+        assert actions.keys() == {*self.agents}
+        self.time += 1
+        obs, present = self.report(), self.agents
+        over = {"first": self.time == 2, "second": self.time == 4}
+        rewards = {name: 5.0 if name == "first" and over[name] else 1.0 for name in present}
+        self.agents = [name for name in present if not over[name]]
+        no = dict.fromkeys(present, False)
+        return obs, rewards, {name: over[name] for name in present}, no, {name: {} for name in present}
+
+
+def test_agents_that_leave(recipe):
+    """What follows is not learnt from, and is no episode; their team resets when all have left."""
+    made = recipe("my_agents.py")
+    made["Team"].__init__.__globals__["Meeting"] = Leaves
+    args = ppo.Args(num_envs=4, num_steps=11)
+    envs = ppo.make_envs(args, 1)
+    rollout, agent = ppo.Rollout(args, 1, 2), ppo.Agent(args, envs.single_observation_space, 2)
+    rollout.obs[-1], _ = envs.reset(seed=1)
+    episodes = ppo.collect_rollout(envs, agent, rollout, args)
+    assert sorted(episodes) == [(4.0, 4)] * 4 + [(6.0, 2)] * 4
+    first, second = rollout.valid[:, 0], rollout.valid[:, 1]
+    assert first.tolist() == [True, True, False, False, False] * 2 + [True]
+    assert second.tolist() == [True, True, True, True, False] * 2 + [True]
+    assert rollout.obs[:5, 1, 0].tolist() == [0, 1, 2, 3, 4]
+    assert rollout.obs[5, :, 0].tolist() == [0, 0, 0, 0]
+    with pytest.raises(ValueError, match="multiple of 2"):
+        ppo.make_envs(ppo.Args(num_envs=3), 1)
+
+
+# Two processes
+
+
+CHECK = """
+import runpy, sys, torch
+made = runpy.run_path("my_processes.py", run_name="recipe")
+ppo, rank, count = made["ppo"], made["RANK"], made["COUNT"]
+args = ppo.Args(num_minibatches=1, update_epochs=5, norm_adv=False)
+torch.manual_seed(0)
+agent = ppo.Agent(args, ppo.gym.spaces.Box(-9, 9, (3,)), 2)
+for parameter in agent.parameters():
+    parameter.data += 0.1 * torch.randn(parameter.shape)
+obs, actions, noise = torch.randn(60, 3), torch.randn(60, 2), 0.1 * torch.randn(60, 4)
+old = agent.policy(obs).detach() + noise
+rest, parts = [torch.randn(60) for _ in range(4)], 10 + 0.1 * torch.randn(2, 60, 3)
+rows = slice(None) if count == 1 else slice(0, 23) if rank == 0 else slice(23, 60)
+batch = ppo.Batch(*(column[rows] for column in (obs, actions, old, *rest)))
+state = ppo.State(1e-3, 0.2, 1.0, 0.0)
+optimizer = torch.optim.Adam(agent.parameters(), 1e-3, eps=1e-5)
+metrics = ppo.update(agent, optimizer, ppo.compute_gradients, batch, args, state, lambda: batch)
+for part in parts:
+    agent.obs_moments.update(part[rows])
+state.global_step += len(batch.obs)
+if rank == 0:
+    torch.save((agent.state_dict(), metrics, state.global_step), f"{count}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_learn_like_one(tmp_path):
+    """Parts of a batch, of 23 and 37 transitions: weights, normalisers and metrics are those of all of it."""
+    (tmp_path / "my_processes.py").write_text(PROGRAMS["my_processes.py"], encoding="utf-8")
+    (tmp_path / "check.py").write_text(CHECK, encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for count in "1", "2":
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
+        done = subprocess.run(
+            [*command, "check.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    (one, metrics, steps), (two, others, sum_of_steps) = (torch.load(tmp_path / f"{n}.pt") for n in (1, 2))
+    assert steps == sum_of_steps == 60
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-5, atol=1e-6, msg=name)
+    for name in "grad_norm", "kl", "policy_loss", "value_loss", "first_approx_kl", "clipfrac", "std":
+        assert others[name] == pytest.approx(metrics[name], rel=1e-4)
