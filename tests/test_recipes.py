@@ -24,14 +24,17 @@ PROGRAMS = {
 }
 
 
+TEXTS = re.findall(r"^```text\n(.*?)^```", PAGES, re.DOTALL | re.MULTILINE)  # parts of programs
+
+
 @pytest.fixture
 def recipe(tmp_path):
     """`recipe(name)` has what a program defines; what it replaces in the scripts is put back afterwards."""
     scripts = ppo, ppo_continuous, ppo_lstm
     before = [dict(vars(script)) for script in scripts]
 
-    def load(name):
-        (tmp_path / name).write_text(PROGRAMS[name], encoding="utf-8")
+    def load(name, program=None):
+        (tmp_path / name).write_text(program or PROGRAMS[name], encoding="utf-8")
         return runpy.run_path(str(tmp_path / name), run_name="recipe")
 
     yield load
@@ -98,6 +101,65 @@ def test_the_test_of_a_policy_sees(mistake, pairs, monkeypatch):
         monkeypatch.setattr(ppo, "entropy", lambda policy: entropy(policy) / 2)
     with pytest.raises(AssertionError):
         check_policy(agent, *given)
+
+
+def text_with(words: str) -> str:
+    (text,) = (text for text in TEXTS if words in text)
+    return text
+
+
+@pytest.mark.parametrize("columns", ["as on the page", "another"])
+def test_the_test_of_a_policy_sees_the_mask_of_taxi(columns, recipe, tmp_path, monkeypatch):
+    """The text for Taxi, at the end of the program: it passes, and fails with a mask of other columns."""
+    (tmp_path / "my_policy_test.py").write_text(PROGRAMS["my_policy_test.py"], encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_policy_test", raising=False)
+    program = PROGRAMS["my_masks.py"] + text_with("check_policy(agent")
+    if columns == "as on the page":
+        recipe("my_masks.py", program)
+        return
+    start = "obs[..., : logits.shape[-1]]"
+    assert start in program
+    with pytest.raises(AssertionError, match="the mask"):
+        recipe("my_masks.py", program.replace(start, "obs[..., 1 : logits.shape[-1] + 1]"))
+
+
+def test_torques_are_chosen(recipe):
+    """The text for HalfCheetah: the first and the last choice are the bounds, the sixth is no torque."""
+    pytest.importorskip("mujoco")
+    program = PROGRAMS["my_choices.py"]
+    start, end = program.index("class Pairs"), program.index("CHOICES =")
+    choices, place = text_with("HalfCheetah").split("\n", 1)
+    program = program[:start] + choices + program[program.index("\n", end) :]
+    env_line = re.search(r"^ppo.make_env = .*", program, re.MULTILINE)[0]
+    recipe("my_choices.py", program.replace(env_line, place))
+    chosen, plain = ppo.make_env(ppo.Args()), gym.make("HalfCheetah-v5")
+    chosen.reset(seed=1)
+    plain.reset(seed=1)
+    for choice, torque in ([0] * 6, [-1] * 6), ([10] * 6, [1] * 6), ([5, 5, 5, 6, 7, 8], [0, 0, 0, 0.2, 0.4, 0.6]):
+        obs, *_ = chosen.step(np.array(choice))
+        expected, *_ = plain.step(np.array(torque))
+        np.testing.assert_allclose(obs["obs"], expected)
+    agent = ppo.Agent(ppo.Args(), gym.spaces.flatten_space(chosen.observation_space), 11)
+    assert agent.policy(torch.zeros(3, 66 + 17)).shape == (3, 6, 11)
+
+
+def test_trials_are_pruned(recipe, tmp_path, monkeypatch):
+    """A trial that the pruner stops ends early and is saved; the next one is not stopped with it."""
+    optuna = pytest.importorskip("optuna")
+    monkeypatch.chdir(tmp_path)
+    program, _, _ = PROGRAMS["my_sweep.py"].partition("pruner = ")
+    made = recipe("my_sweep.py", program.replace("50_000", "10_000"))
+    pruner = optuna.pruners.ThresholdPruner(lower=1e9, n_warmup_steps=2)
+    study = optuna.create_study(direction="maximize", pruner=pruner)
+    study.optimize(made["objective"], n_trials=2)
+    assert [trial.state.name for trial in study.trials] == ["PRUNED", "PRUNED"]
+    assert [len(trial.intermediate_values) for trial in study.trials] == [2, 2]
+    assert len([*tmp_path.glob("runs/*/checkpoint.pt")]) == 2
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    study.optimize(made["objective"], n_trials=1)
+    (trial,) = study.trials
+    assert trial.state.name == "COMPLETE" and trial.last_step > 2
 
 
 class Leaves:
