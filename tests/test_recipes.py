@@ -136,7 +136,8 @@ def test_torques_are_chosen(recipe):
     chosen, plain = ppo.make_env(ppo.Args()), gym.make("HalfCheetah-v5")
     chosen.reset(seed=1)
     plain.reset(seed=1)
-    for choice, torque in ([0] * 6, [-1] * 6), ([10] * 6, [1] * 6), ([5, 5, 5, 6, 7, 8], [0, 0, 0, 0.2, 0.4, 0.6]):
+    pairs = ([0] * 6, [-1] * 6), ([10] * 6, [1] * 6), ([5, 5, 5, 6, 7, 8], [0, 0, 0, 0.2, 0.4, 0.6])
+    for choice, torque in pairs:
         obs, *_ = chosen.step(np.array(choice))
         expected, *_ = plain.step(np.array(torque))
         np.testing.assert_allclose(obs["obs"], expected)
@@ -159,7 +160,8 @@ def test_trials_are_pruned(recipe, tmp_path, monkeypatch):
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
     study.optimize(made["objective"], n_trials=1)
     (trial,) = study.trials
-    assert trial.state.name == "COMPLETE" and trial.last_step > 2
+    assert trial.state.name == "COMPLETE"
+    assert trial.last_step > 2
 
 
 class Leaves:
