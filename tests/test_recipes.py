@@ -70,6 +70,8 @@ MISTAKES = [
     "mask only to act",
     "mean over numbers",
     "temperature only to act",
+    "at random in one of 20 steps",
+    "another policy is returned",
     "half of the entropy",
 ]
 
@@ -86,6 +88,11 @@ def test_the_test_of_a_policy_sees(mistake, pairs, monkeypatch):
         free[:, :8] = 1
         return policy(self, obs if torch.is_inference_mode_enabled() else free)
 
+    def sometimes_at_random(agent, obs, noise):
+        policy, actions = act(agent, obs, noise)
+        chance = np.random.default_rng(1).random(len(actions)) < 0.05
+        return policy, np.where(chance[:, None], 0, actions)
+
     if mistake == "mask of wrong columns":
         allowed = given[0][:, :8].reshape(8, 2, 4)
         forbidden = [(allowed[:, 0, first] == 0) | (allowed[:, 1, second] == 0) for first, second in given[1]]
@@ -97,6 +104,10 @@ def test_the_test_of_a_policy_sees(mistake, pairs, monkeypatch):
         monkeypatch.setattr(ppo, "log_prob", lambda *inputs: log_prob(*inputs) / 2)
     if mistake == "temperature only to act":
         monkeypatch.setattr(ppo, "act", lambda agent, obs, noise: act(agent, obs, 1.5 * noise))
+    if mistake == "at random in one of 20 steps":
+        monkeypatch.setattr(ppo, "act", sometimes_at_random)
+    if mistake == "another policy is returned":
+        monkeypatch.setattr(ppo, "act", lambda *inputs: (act(*inputs)[0].roll(1), act(*inputs)[1]))
     if mistake == "half of the entropy":
         monkeypatch.setattr(ppo, "entropy", lambda policy: entropy(policy) / 2)
     with pytest.raises(AssertionError):
@@ -129,7 +140,7 @@ def test_torques_are_chosen(recipe):
     pytest.importorskip("mujoco")
     program = PROGRAMS["my_choices.py"]
     start, end = program.index("class Pairs"), program.index("CHOICES =")
-    choices, place = text_with("HalfCheetah").split("\n", 1)
+    choices, place = text_with("CHOICES = np.full"), text_with("HalfCheetah")
     program = program[:start] + choices + program[program.index("\n", end) :]
     env_line = re.search(r"^ppo.make_env = .*", program, re.MULTILINE)[0]
     recipe("my_choices.py", program.replace(env_line, place))
@@ -162,6 +173,16 @@ def test_trials_are_pruned(recipe, tmp_path, monkeypatch):
     (trial,) = study.trials
     assert trial.state.name == "COMPLETE"
     assert trial.last_step > 2
+
+
+@pytest.mark.parametrize("settings", [{"scale_actions": False}, {"env_id": "unbounded"}])
+def test_tanh_needs_bounds(settings, recipe):
+    """Where tanh would shrink the actions without a word, the settings are refused."""
+    recipe("my_squashed.py")
+    args = ppo_continuous.Args(**settings)
+    highest = np.inf if args.env_id == "unbounded" else 1
+    with pytest.raises(ValueError, match="--scale-actions"):
+        ppo_continuous.rescaler(gym.spaces.Box(-highest, highest, (2,)), args)
 
 
 class Leaves:
