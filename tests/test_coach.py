@@ -596,6 +596,7 @@ def test_the_commands_of_the_skill(tmp_path):
         command = command.replace("python", shlex.quote(sys.executable), 1)
         command = command.replace("--capture-video", "--capture-video --eval-episodes 1")
         command = command.replace("100_000", "40_000")  # enough to tell
+        command = command.replace("--watch", "--watch --every 1")  # before the run has ended
         done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, command + done.stdout + done.stderr
     assert list(tmp_path.glob("runs/*/videos/*.mp4"))
