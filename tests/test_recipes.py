@@ -73,6 +73,7 @@ MISTAKES = [
     "at random in one of 20 steps",
     "another policy is returned",
     "half of the entropy",
+    "KL the other way round",
 ]
 
 
@@ -80,7 +81,7 @@ MISTAKES = [
 def test_the_test_of_a_policy_sees(mistake, pairs, monkeypatch):
     """Mistakes with which training goes on, and learns something else."""
     check_policy, agent, *given = pairs
-    act, log_prob, entropy = ppo.act, ppo.log_prob, ppo.entropy
+    act, log_prob, entropy, kl = ppo.act, ppo.log_prob, ppo.entropy, ppo.kl_divergence
     policy = type(agent).policy
 
     def unmasked_to_learn(self, obs):
@@ -110,6 +111,8 @@ def test_the_test_of_a_policy_sees(mistake, pairs, monkeypatch):
         monkeypatch.setattr(ppo, "act", lambda *inputs: (act(*inputs)[0].roll(1), act(*inputs)[1]))
     if mistake == "half of the entropy":
         monkeypatch.setattr(ppo, "entropy", lambda policy: entropy(policy) / 2)
+    if mistake == "KL the other way round":
+        monkeypatch.setattr(ppo, "kl_divergence", lambda old, new: kl(new, old))
     with pytest.raises(AssertionError):
         check_policy(agent, *given)
 
@@ -173,6 +176,31 @@ def test_trials_are_pruned(recipe, tmp_path, monkeypatch):
     (trial,) = study.trials
     assert trial.state.name == "COMPLETE"
     assert trial.last_step > 2
+
+
+@pytest.mark.parametrize("name", ["my_memory.py", "my_masked_memory.py", "my_window.py"])
+def test_what_acts_with_a_memory_is_what_learns(name, recipe):
+    """Step by step, the policies and values are those of one pass through all steps, also from a memory."""
+    recipe(name)
+    torch.manual_seed(1)
+    args = ppo_lstm.Args(hidden_size=8)
+    agent = ppo_lstm.Agent(args, gym.spaces.Box(-9, 9, (10,)), 4).eval()
+    for parameter in agent.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape)
+    obs, starts = torch.randn(40, 3, 10), torch.rand(40, 3) < 0.1
+    obs[..., :4] = torch.rand(40, 3, 4) < 0.5  # the mask of one of the recipes
+    obs[..., 3] = 1
+    starts[0] = torch.tensor([True, False, False])
+    memory = first_memory = torch.randn(ppo_lstm.MEMORY_VECTORS[args.cell], 3, 8)
+    with torch.no_grad():
+        policies, values = agent(obs, starts, first_memory)
+        for t in range(40):
+            policy, value, memory = agent.step(obs[t], starts[t], memory)
+            torch.testing.assert_close(policy, policies[t], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(value, values[t], rtol=1e-4, atol=1e-5)
+    if name == "my_masked_memory.py":
+        torch.testing.assert_close(policies.exp().sum(-1), torch.ones(40, 3))
+        np.testing.assert_array_equal(policies.exp() > 1e-6, obs[..., :4] == 1)
 
 
 @pytest.mark.parametrize("settings", [{"scale_actions": False}, {"env_id": "unbounded"}])
