@@ -265,9 +265,12 @@ def test_agents_that_leave(recipe):
 
 
 CHECK = """
-import runpy, sys, torch
-made = runpy.run_path("my_processes.py", run_name="recipe")
-ppo, rank, count = made["ppo"], made["RANK"], made["COUNT"]
+import os, runpy, torch
+import ppo_continuous as ppo
+rank, count = 0, 1
+if "RANK" in os.environ:
+    made = runpy.run_path("my_processes.py", run_name="recipe")
+    rank, count = made["RANK"], made["COUNT"]
 args = ppo.Args(num_minibatches=1, update_epochs=5, norm_adv=False)
 torch.manual_seed(0)
 agent = ppo.Agent(args, ppo.gym.spaces.Box(-9, 9, (3,)), 2)
@@ -275,7 +278,7 @@ for parameter in agent.parameters():
     parameter.data += 0.1 * torch.randn(parameter.shape)
 obs, actions, noise = torch.randn(60, 3), torch.randn(60, 2), 0.1 * torch.randn(60, 4)
 old = agent.policy(obs).detach() + noise
-rest, parts = [torch.randn(60) for _ in range(4)], 10 + 0.1 * torch.randn(2, 60, 3)
+rest, parts = [torch.randn(60) for _ in range(4)], torch.tensor([[[5.0]], [[6.0]]]) + torch.randn(2, 60, 3)
 rows = slice(None) if count == 1 else slice(0, 23) if rank == 0 else slice(23, 60)
 batch = ppo.Batch(*(column[rows] for column in (obs, actions, old, *rest)))
 state = ppo.State(1e-3, 0.2, 1.0, 0.0)
@@ -291,7 +294,7 @@ if rank == 0:
 
 @pytest.mark.slow
 def test_two_processes_learn_like_one(tmp_path):
-    """Parts of a batch, of 23 and 37 transitions: weights, normalisers and metrics are those of all of it."""
+    """Parts of a batch, of 23 and 37 transitions: all is as the plain script has it with the whole batch."""
     (tmp_path / "my_processes.py").write_text(PROGRAMS["my_processes.py"], encoding="utf-8")
     (tmp_path / "check.py").write_text(CHECK, encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
