@@ -706,9 +706,10 @@ def stopped(args: Args) -> bool:
 
 def pad(rows: list[list[int]], side: str, device: str) -> tuple[Tensor, Tensor]:
     """Lists of tokens as tokens [B, S], and a mask [B, S] of what is not padding."""
-    tokens = [torch.tensor(row, device=device) for row in rows]
+    tokens = [torch.tensor(row) for row in rows]  # on the CPU: a copy of each row to a GPU is slow
     masks = [torch.ones_like(row, dtype=torch.bool) for row in tokens]
-    return rnn.pad_sequence(tokens, True, 0, side), rnn.pad_sequence(masks, True, 0, side)
+    padded = rnn.pad_sequence(tokens, True, 0, side), rnn.pad_sequence(masks, True, 0, side)
+    return padded[0].to(device), padded[1].to(device)
 
 
 def next_prompts(prompts: list[dict], first: int, count: int, seed: int) -> list[dict]:
