@@ -108,7 +108,7 @@ class Args:  # the trailing comments become --help
 
     # Speed and memory
     device: str = "cpu"  # cpu, cuda or mps; small networks are fastest on the CPU
-    micro_batch_size: int = 128  # responses per forward pass in learning: their logits are [128, L, V]
+    micro_batch_size: int = 128  # responses per forward pass in learning; fewer take less memory
     micro_batch_tokens: int = 16_384  # and at most so many tokens, with prompts and padding
     generation_batch_size: int = 256  # responses that are generated at once
     cuda_graphs: bool = True  # with --model on an NVIDIA GPU: record a step of generation, and replay it
@@ -400,37 +400,57 @@ def write_by_graph(
 
 
 class TokenLogProbs(torch.autograd.Function):
-    """log π [B, S] of tokens [B, S, 1] from their logits [B, S, V], which are divided by the temperature.
+    """log π [M, 1] of tokens [M, 1].
 
-    For large vocabularies, logits take most of the memory. They are there once: softmax is computed for 256
-    tokens at a time, and in the backward pass their gradient, 1(v = token) - π(v), takes their place.
+    From hidden states [M, W] and the last layer's weights [V, W], or else from logits [M, V], which take most
+    of the memory if the vocabulary is large. With weights, they are computed for 256 tokens at a time, and
+    again in the backward pass. Their gradient, 1(v = token) - π(v) over the temperature, takes their place.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-        chunks = logits.flatten(0, 1).split(256)
-        log_z = torch.cat([(chunk / temperature).logsumexp(1) for chunk in chunks]).view(tokens.shape)
-        ctx.save_for_backward(logits, tokens, log_z)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor | None, tokens: Tensor, temperature: float
+    ) -> Tensor:
+        columns: list[tuple[Tensor, Tensor]] = []
+        for h, token in zip(hidden.split(256), tokens.split(256), strict=True):
+            logits = (h if weight is None else h @ weight.T) / temperature
+            columns.append((logits.gather(1, token), logits.logsumexp(1, keepdim=True)))
+        chosen, log_z = (torch.cat(column) for column in zip(*columns, strict=True))
+        ctx.save_for_backward(hidden, weight, tokens, log_z)
         ctx.temperature = temperature
-        return (logits.gather(2, tokens) / temperature - log_z).squeeze(2)
+        return chosen - log_z
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        logits, tokens, log_z = ctx.saved_tensors
-        policy = logits.div_(ctx.temperature).sub_(log_z).exp_()
-        gradient = gradient.unsqueeze(2) / ctx.temperature
-        return policy.mul_(-gradient).scatter_add_(2, tokens, gradient), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        hidden, weight, tokens, log_z = ctx.saved_tensors
+        hidden_gradient = hidden if weight is None else torch.empty_like(hidden)
+        weight_gradient = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        columns = hidden, hidden_gradient, tokens, log_z, gradient / ctx.temperature
+        for h, h_gradient, token, z, g in zip(*(x.split(256) for x in columns), strict=True):
+            logits = h if weight is None else h @ weight.T  # from here on, in place
+            policy = logits.div_(ctx.temperature).sub_(z).exp_()
+            logits_gradient = policy.mul_(-g).scatter_add_(1, token, g)
+            if weight is not None:
+                torch.mm(logits_gradient, weight, out=h_gradient)
+            if weight_gradient is not None:
+                weight_gradient.addmm_(logits_gradient.T, h)
+        return hidden_gradient, weight_gradient, None, None
 
 
-def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> Tensor:
+def token_log_probs(model: Any, batch: Responses | Batch, temperature: float) -> Tensor:
     """log π [B, L] of the responses' tokens, where π is the policy that acts, with its temperature."""
     tokens = torch.cat([batch.prompts, batch.responses], 1)
-    attention = torch.cat([batch.prompt_mask, batch.mask], 1)
-    length = batch.mask.shape[1]
-    output = model(**model_inputs(tokens, attention), logits_to_keep=length + 1)
-    logits = output.logits.float()  # of the last tokens, or of all; not sliced, which would take memory
-    following = F.pad(tokens[:, 1:], (0, 1))[:, -logits.shape[1] :].unsqueeze(2)
-    return TokenLogProbs.apply(logits, following, temperature)[:, -length - 1 : -1]
+    inputs = model_inputs(tokens, torch.cat([batch.prompt_mask, batch.mask], 1))
+    length, weight = batch.mask.shape[1], None
+    if getattr(model, "logits_in_parts", False):
+        hidden = model.get_decoder()(**inputs).last_hidden_state[:, -length - 1 :]
+        weight = model.get_output_embeddings().weight
+    else:  # logits, of the last tokens, or of all; not sliced, which would take memory
+        hidden = model(**inputs, logits_to_keep=length + 1).logits
+    following = F.pad(tokens[:, 1:], (0, 1))[:, -hidden.shape[1] :].reshape(-1, 1)
+    with torch.autocast(tokens.device.type, enabled=False):
+        log_probs = TokenLogProbs.apply(hidden.float().flatten(0, 1), weight, following, temperature)
+    return log_probs.view(hidden.shape[:2])[:, -length - 1 : -1]
 
 
 @torch.no_grad()
@@ -1026,6 +1046,8 @@ def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
     if loading["missing_keys"]:  # transformers would make up numbers
         raise RefusedError(f"--model {name} is no language model: it lacks {sorted(loading['missing_keys'])}")
     frozen.requires_grad_(False)
+    # Logits that are computed twice, in parts, save memory; on a CPU, time counts more.
+    frozen.logits_in_parts = args.device != "cpu" and has_linear_head(frozen)
     actor = make_trainable(frozen, args, "CAUSAL_LM")
     if args.bfloat16:
         use_bfloat16(actor, frozen)
@@ -1092,6 +1114,17 @@ def use_bfloat16(trained: Any, frozen: Any) -> None:
             module.weight.data = module.weight.data.bfloat16()
     for head in filter(None, heads):
         head.forward = partial(without_autocast, head.forward)
+
+
+@torch.no_grad()
+def has_linear_head(model: Any) -> bool:
+    """Whether logits are the last layer's weights times hidden states; some models scale or limit them."""
+    head, tokens = model.get_output_embeddings(), torch.tensor([[1, 2, 3]])
+    if type(head) is not nn.Linear or head.bias is not None:
+        return False
+    inputs = model_inputs(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    hidden = getattr(model.get_decoder()(**inputs), "last_hidden_state", None)
+    return hidden is not None and torch.equal(head(hidden), model(**inputs).logits)
 
 
 def without_autocast(forward: Callable, hidden: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ class Args:  # the trailing comments become --help
 
     # Speed and memory
     device: str = "cpu"  # cpu, cuda or mps; small networks are fastest on the CPU
-    micro_batch_size: int = 64  # responses per forward pass in learning: their logits are [64, L, V]
+    micro_batch_size: int = 64  # responses per forward pass in learning; fewer take less memory
     micro_batch_tokens: int = 16_384  # and at most so many tokens, with prompts and padding
     generation_batch_size: int = 256  # responses that are generated at once
     cuda_graphs: bool = True  # with --model on an NVIDIA GPU: record a step of generation, and replay it
@@ -414,53 +414,67 @@ def write_by_graph(
 
 
 class TokenLogProbs(torch.autograd.Function):
-    """log π [B, S] of tokens [B, S, 1] and the entropy [B, S] of π, from logits [B, S, V] over a temperature.
+    """log π [M, 1] of tokens [M, 1] and the entropy [M, 1] of π.
 
-    For large vocabularies, logits take most of the memory. They are there once: softmax is computed for 256
-    tokens at a time, and in the backward pass their gradient takes their place. By the logit of v over the
-    temperature, log π of the token has the gradient 1(v = token) - π(v), the entropy H -π(v) (log π(v) + H).
+    From hidden states [M, W] and the last layer's weights [V, W], or else from logits [M, V], which take most
+    of the memory if the vocabulary is large. With weights, they are computed for 256 tokens at a time, and
+    again in the backward pass. Their gradient takes their place: by the logit of v over the temperature,
+    log π of the token has the gradient 1(v = token) - π(v), the entropy H -π(v) (log π(v) + H).
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        log_z = torch.empty_like(tokens, dtype=logits.dtype)
-        entropy = torch.empty_like(log_z)
-        chunks = zip(*(x.flatten(0, 1).split(256) for x in (logits, log_z, entropy)), strict=True)
-        for chunk, chunk_log_z, chunk_entropy in chunks:
-            scaled = chunk / temperature
-            chunk_log_z.copy_(scaled.logsumexp(1, keepdim=True))
-            policy = scaled.sub_(chunk_log_z).exp_()
-            chunk_entropy.copy_(torch.special.entr(policy).sum(1, keepdim=True))
-        ctx.save_for_backward(logits, tokens, log_z, entropy)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor | None, tokens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        columns: list[tuple[Tensor, ...]] = []
+        for h, token in zip(hidden.split(256), tokens.split(256), strict=True):
+            logits = (h if weight is None else h @ weight.T) / temperature
+            chosen, log_z = logits.gather(1, token), logits.logsumexp(1, keepdim=True)
+            policy = logits.sub_(log_z).exp_()
+            columns.append((chosen - log_z, torch.special.entr(policy).sum(1, keepdim=True), log_z))
+        log_probs, entropy, log_z = (torch.cat(column) for column in zip(*columns, strict=True))
+        ctx.save_for_backward(hidden, weight, tokens, log_z, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
-        return (logits.gather(2, tokens) / temperature - log_z).squeeze(2), entropy.squeeze(2)
+        return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, entropy_gradient: Tensor | None) -> tuple[Tensor, None, None]:
-        logits, tokens, log_z, entropy = ctx.saved_tensors
-        policy = logits.div_(ctx.temperature).sub_(log_z).exp_()
-        gradient = gradient.unsqueeze(2) / ctx.temperature
-        if entropy_gradient is None:
-            return policy.mul_(-gradient).scatter_add_(2, tokens, gradient), None, None
-        entropy_gradient = entropy_gradient.unsqueeze(2) / ctx.temperature
-        columns = policy, gradient, entropy_gradient, entropy
-        for chunk, g, entropy_g, h in zip(*(x.flatten(0, 1).split(256) for x in columns), strict=True):
-            entropy_part = entropy_g * (torch.xlogy(chunk, chunk) + chunk * h)
-            chunk.mul_(-g).sub_(entropy_part)
-        return policy.scatter_add_(2, tokens, gradient), None, None
+    def backward(ctx: Any, gradient: Tensor, entropy_gradient: Tensor | None) -> tuple:
+        hidden, weight, tokens, log_z, entropy = ctx.saved_tensors
+        hidden_gradient = hidden if weight is None else torch.empty_like(hidden)
+        weight_gradient = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        columns = [hidden, hidden_gradient, tokens, log_z, gradient / ctx.temperature]
+        if entropy_gradient is not None:
+            columns += [entropy, entropy_gradient / ctx.temperature]
+        for h, h_gradient, token, z, g, *more in zip(*(x.split(256) for x in columns), strict=True):
+            logits = h if weight is None else h @ weight.T  # from here on, in place
+            policy = logits.div_(ctx.temperature).sub_(z).exp_()
+            entropy_part = more[1] * (torch.xlogy(policy, policy) + policy * more[0]) if more else None
+            logits_gradient = policy.mul_(-g).scatter_add_(1, token, g)
+            if entropy_part is not None:
+                logits_gradient.sub_(entropy_part)
+            if weight is not None:
+                torch.mm(logits_gradient, weight, out=h_gradient)
+            if weight_gradient is not None:
+                weight_gradient.addmm_(logits_gradient.T, h)
+        return hidden_gradient, weight_gradient, None, None
 
 
-def log_probs_and_entropy(model: nn.Module, batch: Any, temperature: float) -> tuple[Tensor, Tensor]:
+def log_probs_and_entropy(model: Any, batch: Any, temperature: float) -> tuple[Tensor, Tensor]:
     """log π of the responses' tokens and π's entropy at each, [B, L], where π acts with this temperature."""
     tokens = torch.cat([batch.prompts, batch.responses], 1)
-    attention = torch.cat([batch.prompt_mask, batch.mask], 1)
-    length = batch.mask.shape[1]
-    output = model(**model_inputs(tokens, attention), logits_to_keep=length + 1)
-    logits = output.logits.float()  # of the last tokens, or of all; not sliced, which would take memory
-    following = F.pad(tokens[:, 1:], (0, 1))[:, -logits.shape[1] :].unsqueeze(2)
-    log_probs, entropy = TokenLogProbs.apply(logits, following, temperature)
-    return log_probs[:, -length - 1 : -1], entropy[:, -length - 1 : -1]
+    inputs = model_inputs(tokens, torch.cat([batch.prompt_mask, batch.mask], 1))
+    length, weight = batch.mask.shape[1], None
+    if getattr(model, "logits_in_parts", False):
+        hidden = model.get_decoder()(**inputs).last_hidden_state[:, -length - 1 :]
+        weight = model.get_output_embeddings().weight
+    else:  # logits, of the last tokens, or of all; not sliced, which would take memory
+        hidden = model(**inputs, logits_to_keep=length + 1).logits
+    following = F.pad(tokens[:, 1:], (0, 1))[:, -hidden.shape[1] :].reshape(-1, 1)
+    with torch.autocast(tokens.device.type, enabled=False):
+        columns = TokenLogProbs.apply(hidden.float().flatten(0, 1), weight, following, temperature)
+    log_probs, entropy = (column.view(hidden.shape[:2])[:, -length - 1 : -1] for column in columns)
+    return log_probs, entropy
 
 
 def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> Tensor:
@@ -1189,6 +1203,8 @@ def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
     if loading["missing_keys"]:  # transformers would make up numbers
         raise RefusedError(f"--model {name} is no language model: it lacks {sorted(loading['missing_keys'])}")
     reference.requires_grad_(False)
+    # Logits that are computed twice, in parts, save memory; on a CPU, time counts more.
+    reference.logits_in_parts = args.device != "cpu" and has_linear_head(reference)
     actor = make_trainable(reference, args, "CAUSAL_LM")
     reward_model, trunk = None, reference.base_model
     head = nn.Linear(reference.config.get_text_config().hidden_size, 1, bias=False)
@@ -1241,6 +1257,17 @@ def use_bfloat16(trained: Any, frozen: Any) -> None:
             module.weight.data = module.weight.data.bfloat16()
     for head in filter(None, heads):
         head.forward = partial(without_autocast, head.forward)
+
+
+@torch.no_grad()
+def has_linear_head(model: Any) -> bool:
+    """Whether logits are the last layer's weights times hidden states; some models scale or limit them."""
+    head, tokens = model.get_output_embeddings(), torch.tensor([[1, 2, 3]])
+    if type(head) is not nn.Linear or head.bias is not None:
+        return False
+    inputs = model_inputs(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    hidden = getattr(model.get_decoder()(**inputs), "last_hidden_state", None)
+    return hidden is not None and torch.equal(head(hidden), model(**inputs).logits)
 
 
 def without_autocast(forward: Callable, hidden: Tensor) -> Tensor:

@@ -293,26 +293,33 @@ def test_ppo_loss_token_by_token(more):
     torch.testing.assert_close(gradient(loss, models.critic), expected, atol=1e-6, rtol=1e-4)
 
 
-def test_log_probs_and_their_gradient():
+@pytest.mark.parametrize("has_weight", [True, False], ids=["hidden-states", "logits"])
+def test_log_probs_and_their_gradient(has_weight):
     """Those of log_softmax, and of the entropy; an impossible token has no part in them."""
     torch.manual_seed(0)
-    tokens, (weights, others) = torch.randint(5, (3, 700)), torch.randn(2, 3, 700)
-    logits = (3 * torch.randn(3, 700, 6)).index_fill_(2, torch.tensor(5), -1e9).requires_grad_(True)
-    log_policy = torch.log_softmax(logits / 0.6, 2)
-    expected = log_policy.gather(2, tokens.unsqueeze(2)).squeeze(2)
-    expected_entropy = -(log_policy.exp() * log_policy).sum(2)
+    tokens, (weights, others) = torch.randint(5, (700, 1)), torch.randn(2, 700, 1).double()
+    hidden, weight = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (700, 6))
+    logits = hidden @ weight.T
+    if not has_weight:
+        logits = logits.detach().index_fill(1, torch.tensor(5), -1e9).requires_grad_(True)
+    inputs = (hidden, weight) if has_weight else (logits,)
+    log_policy = torch.log_softmax(logits / 0.6, 1)
+    expected = log_policy.gather(1, tokens)
+    expected_entropy = -(log_policy.exp() * log_policy).sum(1, keepdim=True)
     for scale in (0, 1):
-        (truth,) = torch.autograd.grad(
-            (weights * expected + scale * others * expected_entropy).sum(), logits, retain_graph=True
-        )
-        log_probs, entropy = rlhf.TokenLogProbs.apply(logits.clone(), tokens.unsqueeze(2), 0.6)
+        total = (weights * expected + scale * others * expected_entropy).sum()
+        truth = torch.autograd.grad(total, inputs, retain_graph=True)
+        copies = hidden.clone() if has_weight else logits.clone(), weight if has_weight else None
+        log_probs, entropy = rlhf.TokenLogProbs.apply(*copies, tokens, 0.6)
         torch.testing.assert_close(log_probs, expected)
         torch.testing.assert_close(entropy, expected_entropy)
         total = (weights * log_probs).sum() + (scale * (others * entropy).sum() if scale else 0)
-        torch.testing.assert_close(torch.autograd.grad(total, logits)[0], truth)
+        torch.testing.assert_close(torch.autograd.grad(total, inputs), truth)
         if not scale:  # grpo.py's has no entropy
-            log_probs = grpo.TokenLogProbs.apply(logits.clone(), tokens.unsqueeze(2), 0.6)
-            torch.testing.assert_close(torch.autograd.grad((weights * log_probs).sum(), logits)[0], truth)
+            copies = hidden.clone() if has_weight else logits.clone(), weight if has_weight else None
+            log_probs = grpo.TokenLogProbs.apply(*copies, tokens, 0.6)
+            total = (weights * log_probs).sum()
+            torch.testing.assert_close(torch.autograd.grad(total, inputs), truth)
 
 
 @both
@@ -820,6 +827,57 @@ def test_models_from_a_folder(script, name, changes, folder, tmp_path, monkeypat
     else:
         assert all("lora" in key or "head" in key for key in learnt)
     assert transformers.AutoTokenizer.from_pretrained(path.parent / "model").get_vocab()
+
+
+HEADS = [
+    ("llama", {}, True),
+    ("gpt2", {}, True),
+    ("gpt2", {"lora_rank": 2}, True),
+    ("Gemma2", {"final_logit_softcapping": 3.0, "head_dim": 16}, False),  # limits the logits
+    ("Cohere", {"logit_scale": 0.5}, False),
+    ("Phi", {}, False),  # its last layer has a bias
+]
+
+
+@both
+@pytest.mark.parametrize(("name", "changes", "linear"), HEADS, ids=str)
+def test_log_probs_of_models(script, name, changes, linear, folder, tmp_path):
+    """Those of the model's own logits, and their gradients: also if it does more after its last layer."""
+    transformers = pytest.importorskip("transformers")
+    if changes == {"lora_rank": 2}:
+        pytest.importorskip("peft")
+    if name[0].isupper():
+        config = getattr(transformers, f"{name}Config")(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=32, vocab_size=len(shared.LETTERS),
+            eos_token_id=STOP, bos_token_id=STOP, pad_token_id=STOP, **changes,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path / name)
+        transformers.AutoTokenizer.from_pretrained(folder / "llama").save_pretrained(tmp_path / name)
+        args = real_args(script, folder, tmp_path / name)
+    else:
+        args = real_args(script, folder, name, **changes)
+    model = shared.pretrained(script, args)[0].actor
+    assert not model.logits_in_parts  # but on a GPU
+    assert script.has_linear_head(model) == linear
+    model.logits_in_parts = linear
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for p in parameters:
+        p.data *= 3 if p.dim() > 1 else 1  # far from uniform
+    batch = random_batch(script, size=5, width=6, vocabulary=len(shared.LETTERS))
+    weights = torch.randn(5, 6, generator=torch.Generator().manual_seed(0)) * batch.mask
+    log_probs = script.token_log_probs(model, batch, 0.7)
+    ours = torch.autograd.grad((weights * log_probs).sum(), parameters)
+    tokens, mask = (
+        torch.cat([batch.prompts, batch.responses], 1),
+        torch.cat([batch.prompt_mask, batch.mask], 1),
+    )
+    logits = model(**script.model_inputs(tokens, mask)).logits[:, -7:-1]
+    expected = torch.log_softmax(logits / 0.7, 2).gather(2, batch.responses.unsqueeze(2)).squeeze(2)
+    torch.testing.assert_close(log_probs[batch.mask], expected[batch.mask], atol=1e-5, rtol=1e-4)
+    truth = torch.autograd.grad((weights * expected).sum(), parameters)
+    torch.testing.assert_close(ours, truth, atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
