@@ -52,6 +52,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
@@ -1039,6 +1040,8 @@ def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
     """The model that --model names, and the task with its stop tokens."""
     from transformers import AutoModelForCausalLM
 
+    # Of transformers 5.24 on: both names work until 5.40, which `pip install '.[rlhf]'` leaves out.
+    warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
     folder = Path(args.model or "").resolve()  # adapters name it, wherever they are loaded
     name = str(folder) if folder.exists() else args.model
     options = {"dtype": torch.float32, "output_loading_info": True}

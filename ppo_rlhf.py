@@ -48,6 +48,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
@@ -1196,6 +1197,8 @@ def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
     """The models that the flags name, and the task with their stop tokens."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    # Of transformers 5.24 on: both names work until 5.40, which `pip install '.[rlhf]'` leaves out.
+    warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
     folder = Path(args.model or "").resolve()  # adapters name it, wherever they are loaded
     name = str(folder) if folder.exists() else args.model
     options = {"dtype": torch.float32, "output_loading_info": True}
