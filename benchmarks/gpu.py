@@ -5,15 +5,15 @@
     python benchmarks/gpu.py --store          # adds rows to results/data/speeds.csv, with the card's name
 
 It measures pendulums in PyTorch, with CUDA graphs and without; CheetahRun of MuJoCo Playground, and the same
-by Brax's PPO with Playground's settings; Breakout; and iterations of GRPO in the shape of Qwen2.5-0.5B, by
-ours and by TRL. It needs `pip install -e '.[atari,playground,rlhf]' trl datasets`, and on a GPU
-"jax[cuda13]". What is not installed is left out.
+by Brax's PPO with Playground's settings; Breakout; and in the shape of Qwen2.5-0.5B, iterations of GRPO, by
+ours and by TRL, and of ppo_rlhf.py. It needs `pip install -e '.[atari,playground,rlhf]' trl datasets`, and on
+a GPU "jax[cuda13]". What is not installed is left out.
 
 Each measurement is a process of its own, and its time is that of a clock. "speed" is that after the third
 iteration: start, compiling and recording do not count. "seconds" are from the start of the process to the end
-of training, or of an iteration of GRPO, whose parts are "collect" ("generate" is most of it) and "update";
-"goal" those until the mean return of 100 training episodes was -200 (pendulums). "memory" is the
-peak in GiB: what PyTorch allocated on the GPU (JAX's is not in it), or the process on a CPU.
+of training, or those of an iteration of a language model; its parts are "collect" ("generate" is most of it)
+and "update". "goal" are those until the mean return of 100 training episodes was -200 (pendulums). "memory" is
+the peak in GiB: what PyTorch allocated on the GPU (JAX's is not in it), or the process on a CPU.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ CASES = [
         for num_envs in (8, 64, 256)
     ),
     Case("language-ours", "grpo 128 256 16", "grpo 8 4 8", LANGUAGE[:1]),
+    Case("language-rlhf", "ppo_rlhf 128 256 16", "ppo_rlhf 8 4 8", LANGUAGE[:1]),
     Case("language-trl", "trl 128 256 16", "trl 8 4 8", LANGUAGE),
 ]
 
@@ -203,9 +204,9 @@ def iterations(times: list[float], batch: int) -> Result:
     return {"steps": batch, "seconds": between, "speed": batch / between, "memory": memory()}
 
 
-def grpo(batch: str, length: str, micro: str) -> Result:
-    """Iterations of grpo.py: a batch of responses of a length, which are learnt from `micro` at a time."""
-    script: Any = importlib.import_module("grpo")
+def language(file: str, batch: str, length: str, micro: str) -> Result:
+    """Iterations of a script: a batch of responses of a length, which are learnt from `micro` at a time."""
+    script: Any = importlib.import_module(file)
     write_model(int(length) < 256)
     use_its_tokenizer()
     ends, parts = [], {"generate": [], "collect": [], "update": []}
@@ -227,12 +228,13 @@ def grpo(batch: str, length: str, micro: str) -> Result:
 
     for name in parts:
         setattr(script, name, timed(name))
+    groups = {"group_size": 8} if file == "grpo" else {}
     script.train(
         script.Args(
             model="model", prompts="prompts.jsonl", reward_function=("gpu:length_reward",), device=DEVICE,
-            bfloat16=DEVICE == "cuda", batch_size=int(batch), group_size=8, update_epochs=1,
-            num_minibatches=1, max_response_length=int(length), micro_batch_size=int(micro),
-            generation_batch_size=int(batch), total_episodes=4 * int(batch), eval_every=1000,
+            bfloat16=DEVICE == "cuda", batch_size=int(batch), update_epochs=1, num_minibatches=1,
+            max_response_length=int(length), micro_batch_size=int(micro), generation_batch_size=int(batch),
+            total_episodes=4 * int(batch), eval_every=1000, **groups,
         )
     )  # fmt: skip
     result = iterations(ends, int(batch))
@@ -276,7 +278,8 @@ def measure(command: str, start: float) -> Result:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
     name, *words = command.split()
-    functions = {"brax": partial(brax, start), "grpo": grpo, "trl": trl}
+    functions: dict[str, Any] = {"brax": partial(brax, start), "trl": trl}
+    functions |= {file: partial(language, file) for file in ("grpo", "ppo_rlhf")}
     function = functions.get(name, partial(ours, start, name))
     output = contextlib.redirect_stdout(io.StringIO())
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), output:
