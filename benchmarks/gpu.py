@@ -12,8 +12,8 @@ a GPU "jax[cuda13]". What is not installed is left out.
 Each measurement is a process of its own, and its time is that of a clock. "speed" is that after the third
 iteration: start, compiling and recording do not count. "seconds" are from the start of the process to the end
 of training, or those of an iteration of a language model; its parts are "collect" ("generate" is most of it)
-and "update". "goal" are those until the mean return of 100 training episodes was -200 (pendulums). "memory" is
-the peak in GiB: what PyTorch allocated on the GPU (JAX's is not in it), or the process on a CPU.
+and "update". "goal" are those until the mean return of 100 training episodes was -200 (pendulums). "memory"
+is the peak in GiB: what PyTorch allocated on the GPU (JAX's is not in it), or the process on a CPU.
 """
 
 from __future__ import annotations
