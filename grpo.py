@@ -1346,7 +1346,7 @@ def check(args: Args, task: Task | None = None) -> None:
         if wrong:
             raise ValueError(reason)
     try:
-        torch.empty(1, device=args.device)
+        torch.zeros((), device=args.device).item()
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {args.device} is not there; use cpu") from error
 

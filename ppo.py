@@ -625,7 +625,7 @@ def check(args: Args) -> None:
     if re.search("^ALE/|NoFrameskip", args.env_id):
         raise ValueError(f"{args.env_id} is an Atari game: use ppo_atari.py")
     try:
-        torch.empty(1, device=args.device)
+        torch.zeros((), device=args.device).item()
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {args.device} is not there; use cpu") from error
     try:

@@ -524,7 +524,7 @@ def check(args: Args) -> None:
     if "game" not in gym.spec(args.env_id).kwargs:
         raise ValueError(f"{args.env_id} is not an Atari game: use ppo.py or ppo_continuous.py")
     try:
-        torch.empty(1, device=args.device)
+        torch.zeros((), device=args.device).item()
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {args.device} is not there; use cpu") from error
     try:

@@ -661,7 +661,7 @@ def check(args: Args) -> None:
     if args.capture_video and not find_spec("moviepy"):
         raise ValueError("--capture-video needs: pip install moviepy")
     try:
-        torch.empty(1, device=args.device)
+        torch.zeros((), device=args.device).item()
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {args.device} is not there; use cpu") from error
     try:

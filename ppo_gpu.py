@@ -601,7 +601,7 @@ def check(args: Args) -> None:
     if args.device not in ("cpu", "cuda", "mps"):
         raise ValueError(f"--device must be cpu, cuda or mps, not {args.device}: see CUDA_VISIBLE_DEVICES")
     try:
-        torch.empty(1, device=args.device)
+        torch.zeros((), device=args.device).item()
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {args.device} is not there; use cpu") from error
     if args.device == "cuda" and torch.cuda.device_count() <= LOCAL_RANK:

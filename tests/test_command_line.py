@@ -46,6 +46,7 @@ REFUSALS = {  # words of the command, and what the refusal must say
     "--num-minibatches 300": "--num-minibatches must be at most 256",
     "--seed -1": "--seed",
     "--device gpu": "use cpu",
+    "--device meta": "use cpu",  # tensors without numbers
     "--adapt kl-coef": "needs --surrogate kl-penalty",
     "--adapt clip-coef --surrogate kl-penalty": "needs --surrogate clip",
     "--clip-coef 0.1 --surrogate kl-penalty": "--clip-coef needs --surrogate clip",
