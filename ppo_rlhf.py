@@ -728,7 +728,6 @@ def train(args: Args, task: Task | None = None) -> Path:
     """
     args = replace(args)  # a copy, in which NumPy's numbers are plain ones
     check(args, task)
-    use_device(args)
     torch.manual_seed(args.seed)
     models, task = load_pretrained(args, task or load_task(args)) if args.model else make_reviews(args)
     models.eval()  # no dropout: with it, the first ratio would not be 1
@@ -964,7 +963,7 @@ def autocast(args: Args) -> torch.autocast:
 
 def use_device(args: Args) -> None:
     """Choose this process's GPU. With --bfloat16, it computes float32 in TF32: the last layer, above all."""
-    if args.device == "cuda":
+    if args.device == "cuda" and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if args.device.startswith("cuda") and args.bfloat16:
         torch.set_float32_matmul_precision("high")
@@ -1491,6 +1490,7 @@ def check(args: Args, task: Task | None = None) -> None:
         if wrong:
             raise ValueError(reason)
     try:
+        use_device(args)  # first, or each process would take memory of the first GPU
         torch.zeros((), device=args.device).item()
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {args.device} is not there; use cpu") from error
