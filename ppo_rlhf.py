@@ -428,11 +428,12 @@ class TokenLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor | None, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         columns: list[tuple[Tensor, ...]] = []
-        for h, token in zip(hidden.split(256), tokens.split(256), strict=True):
-            logits = (h if weight is None else h @ weight.T) / temperature
-            chosen, log_z = logits.gather(1, token), logits.logsumexp(1, keepdim=True)
-            policy = logits.sub_(log_z).exp_()
-            columns.append((chosen - log_z, torch.special.entr(policy).sum(1, keepdim=True), log_z))
+        with torch.autocast(hidden.device.type, enabled=False):
+            for h, token in zip(hidden.split(256), tokens.split(256), strict=True):
+                logits = (h if weight is None else h @ weight.T) / temperature
+                chosen, log_z = logits.gather(1, token), logits.logsumexp(1, keepdim=True)
+                policy = logits.sub_(log_z).exp_()
+                columns.append((chosen - log_z, torch.special.entr(policy).sum(1, keepdim=True), log_z))
         log_probs, entropy, log_z = (torch.cat(column) for column in zip(*columns, strict=True))
         ctx.save_for_backward(hidden, weight, tokens, log_z, entropy)
         ctx.temperature = temperature
@@ -447,17 +448,18 @@ class TokenLogProbs(torch.autograd.Function):
         columns = [hidden, hidden_gradient, tokens, log_z, gradient / ctx.temperature]
         if entropy_gradient is not None:
             columns += [entropy, entropy_gradient / ctx.temperature]
-        for h, h_gradient, token, z, g, *more in zip(*(x.split(256) for x in columns), strict=True):
-            logits = h if weight is None else h @ weight.T  # from here on, in place
-            policy = logits.div_(ctx.temperature).sub_(z).exp_()
-            entropy_part = more[1] * (torch.xlogy(policy, policy) + policy * more[0]) if more else None
-            logits_gradient = policy.mul_(-g).scatter_add_(1, token, g)
-            if entropy_part is not None:
-                logits_gradient.sub_(entropy_part)
-            if weight is not None:
-                torch.mm(logits_gradient, weight, out=h_gradient)
-            if weight_gradient is not None:
-                weight_gradient.addmm_(logits_gradient.T, h)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for h, h_gradient, token, z, g, *more in zip(*(x.split(256) for x in columns), strict=True):
+                logits = h if weight is None else h @ weight.T  # from here on, in place
+                policy = logits.div_(ctx.temperature).sub_(z).exp_()
+                entropy_part = more[1] * (torch.xlogy(policy, policy) + policy * more[0]) if more else None
+                logits_gradient = policy.mul_(-g).scatter_add_(1, token, g)
+                if entropy_part is not None:
+                    logits_gradient.sub_(entropy_part)
+                if weight is not None:
+                    torch.mm(logits_gradient, weight, out=h_gradient)
+                if weight_gradient is not None:
+                    weight_gradient.addmm_(logits_gradient.T, h)
         return hidden_gradient, weight_gradient, None, None
 
 
@@ -472,8 +474,7 @@ def log_probs_and_entropy(model: Any, batch: Any, temperature: float) -> tuple[T
     else:  # logits, of the last tokens, or of all; not sliced, which would take memory
         hidden = model(**inputs, logits_to_keep=length + 1).logits
     following = F.pad(tokens[:, 1:], (0, 1))[:, -hidden.shape[1] :].reshape(-1, 1)
-    with torch.autocast(tokens.device.type, enabled=False):
-        columns = TokenLogProbs.apply(hidden.float().flatten(0, 1), weight, following, temperature)
+    columns = TokenLogProbs.apply(hidden.float().flatten(0, 1), weight, following, temperature)
     log_probs, entropy = (column.view(hidden.shape[:2])[:, -length - 1 : -1] for column in columns)
     return log_probs, entropy
 
@@ -1205,8 +1206,6 @@ def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
     if loading["missing_keys"]:  # transformers would make up numbers
         raise RefusedError(f"--model {name} is no language model: it lacks {sorted(loading['missing_keys'])}")
     reference.requires_grad_(False)
-    # Logits that are computed twice, in parts, save memory; on a CPU, time counts more.
-    reference.logits_in_parts = args.device != "cpu" and has_linear_head(reference)
     actor = make_trainable(reference, args, "CAUSAL_LM")
     reward_model, trunk = None, reference.base_model
     head = nn.Linear(reference.config.get_text_config().hidden_size, 1, bias=False)
@@ -1226,6 +1225,10 @@ def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
     ends = reference.generation_config.eos_token_id  # chat models have one for the end of a turn, too
     stop_tokens = {task.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     models = Models(actor, critic, reference, reward_model).to(args.device)
+    # Logits that are computed twice, in parts, save memory; on a CPU, time counts more.
+    in_parts = args.device != "cpu" and has_linear_head(models.actor, args)
+    for network in filter(None, (models.actor, models.reference)):
+        network.logits_in_parts = in_parts
     return models, task._replace(stop_tokens=list(stop_tokens))
 
 
@@ -1262,14 +1265,15 @@ def use_bfloat16(trained: Any, frozen: Any) -> None:
 
 
 @torch.no_grad()
-def has_linear_head(model: Any) -> bool:
+def has_linear_head(model: Any, args: Args) -> bool:
     """Whether logits are the last layer's weights times hidden states; some models scale or limit them."""
-    head, tokens = model.get_output_embeddings(), torch.tensor([[1, 2, 3]])
+    head, tokens = model.get_output_embeddings(), torch.tensor([[1, 2, 3]], device=args.device)
     if type(head) is not nn.Linear or head.bias is not None:
         return False
     inputs = model_inputs(tokens, torch.ones_like(tokens, dtype=torch.bool))
-    hidden = getattr(model.get_decoder()(**inputs), "last_hidden_state", None)
-    return hidden is not None and torch.equal(head(hidden), model(**inputs).logits)
+    with autocast(args):
+        hidden = getattr(model.get_decoder()(**inputs), "last_hidden_state", None)
+        return hidden is not None and torch.equal(head(hidden), model(**inputs).logits)
 
 
 def without_autocast(forward: Callable, hidden: Tensor) -> Tensor:

@@ -295,9 +295,9 @@ def test_ppo_loss_token_by_token(more):
 
 @pytest.mark.parametrize("has_weight", [True, False], ids=["hidden-states", "logits"])
 def test_log_probs_and_their_gradient(has_weight):
-    """Those of log_softmax, and of the entropy; an impossible token has no part in them."""
+    """Those of log_softmax, and of the entropy, also in autocast; an impossible token has no part in them."""
     torch.manual_seed(0)
-    tokens, (weights, others) = torch.randint(5, (700, 1)), torch.randn(2, 700, 1).double()
+    tokens, (weights, others) = torch.randint(5, (700, 1)), torch.randn(2, 700, 1)
     hidden, weight = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (700, 6))
     logits = hidden @ weight.T
     if not has_weight:
@@ -306,20 +306,19 @@ def test_log_probs_and_their_gradient(has_weight):
     log_policy = torch.log_softmax(logits / 0.6, 1)
     expected = log_policy.gather(1, tokens)
     expected_entropy = -(log_policy.exp() * log_policy).sum(1, keepdim=True)
+    close = partial(torch.testing.assert_close, check_dtype=False, atol=1e-4, rtol=1e-4)
     for scale in (0, 1):
         total = (weights * expected + scale * others * expected_entropy).sum()
         truth = torch.autograd.grad(total, inputs, retain_graph=True)
-        copies = hidden.clone() if has_weight else logits.clone(), weight if has_weight else None
-        log_probs, entropy = rlhf.TokenLogProbs.apply(*copies, tokens, 0.6)
-        torch.testing.assert_close(log_probs, expected)
-        torch.testing.assert_close(entropy, expected_entropy)
-        total = (weights * log_probs).sum() + (scale * (others * entropy).sum() if scale else 0)
-        torch.testing.assert_close(torch.autograd.grad(total, inputs), truth)
-        if not scale:  # grpo.py's has no entropy
-            copies = hidden.clone() if has_weight else logits.clone(), weight if has_weight else None
-            log_probs = grpo.TokenLogProbs.apply(*copies, tokens, 0.6)
-            total = (weights * log_probs).sum()
-            torch.testing.assert_close(torch.autograd.grad(total, inputs), truth)
+        for script in (rlhf,) if scale else (rlhf, grpo):  # grpo.py's has no entropy
+            given = (hidden.float(), weight.float()) if has_weight else (logits.float(), None)
+            with torch.autocast("cpu", torch.bfloat16):
+                results = script.TokenLogProbs.apply(*given, tokens, 0.6)
+                log_probs, entropy = results if script is rlhf else (results, expected_entropy)
+                total = (weights * log_probs).sum() + (scale * (others * entropy).sum() if scale else 0)
+                ours = torch.autograd.grad(total, inputs)
+            close((log_probs, entropy), (expected, expected_entropy))
+            close(ours, truth)
 
 
 @both
@@ -860,7 +859,7 @@ def test_log_probs_of_models(script, name, changes, linear, folder, tmp_path):
         args = real_args(script, folder, name, **changes)
     model = shared.pretrained(script, args)[0].actor
     assert not model.logits_in_parts  # but on a GPU
-    assert script.has_linear_head(model) == linear
+    assert script.has_linear_head(model, args) == linear
     model.logits_in_parts = linear
     parameters = [p for p in model.parameters() if p.requires_grad]
     for p in parameters:
