@@ -415,51 +415,54 @@ def write_by_graph(
 
 
 class TokenLogProbs(torch.autograd.Function):
-    """log π [M, 1] of tokens [M, 1] and the entropy [M, 1] of π.
+    """log π [M, 1] of tokens [M, 1], from hidden states [M, W] and the last layer's weights [V, W].
 
-    From hidden states [M, W] and the last layer's weights [V, W], or else from logits [M, V], which take most
-    of the memory if the vocabulary is large. With weights, they are computed for 256 tokens at a time, and
-    again in the backward pass. Their gradient takes their place: by the logit of v over the temperature,
-    log π of the token has the gradient 1(v = token) - π(v), the entropy H -π(v) (log π(v) + H).
+    And the entropy [M, 1] of π. With a large vocabulary, logits take most of the memory. So they are computed
+    for 256 tokens at a time, and again in the backward pass. Without weights, `hidden` is the logits [M, V]
+    themselves, and the backward pass writes their gradient over them. With respect to (logit of v) /
+    temperature, log π of the token has the gradient 1(v = token) - π(v), the entropy H -π(v) (log π(v) + H).
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor | None, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        columns: list[tuple[Tensor, ...]] = []
+        log_probs = torch.empty_like(tokens, dtype=hidden.dtype)
+        log_z, entropy = torch.empty_like(log_probs), torch.empty_like(log_probs)
         with torch.autocast(hidden.device.type, enabled=False):
-            for h, token in zip(hidden.split(256), tokens.split(256), strict=True):
-                logits = (h if weight is None else h @ weight.T) / temperature
-                chosen, log_z = logits.gather(1, token), logits.logsumexp(1, keepdim=True)
-                policy = logits.sub_(log_z).exp_()
-                columns.append((chosen - log_z, torch.special.entr(policy).sum(1, keepdim=True), log_z))
-        log_probs, entropy, log_z = (torch.cat(column) for column in zip(*columns, strict=True))
+            for start in range(0, len(tokens), 256):
+                rows = slice(start, start + 256)
+                logits = (hidden[rows] if weight is None else hidden[rows] @ weight.T) / temperature
+                log_z[rows] = logits.logsumexp(1, keepdim=True)
+                log_probs[rows] = logits.gather(1, tokens[rows]) - log_z[rows]
+                policy = logits.sub_(log_z[rows]).exp_()
+                entropy[rows] = torch.special.entr(policy).sum(1, keepdim=True)
         ctx.save_for_backward(hidden, weight, tokens, log_z, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, entropy_gradient: Tensor | None) -> tuple:
+    def backward(ctx: Any, gradient: Tensor | None, entropy_gradient: Tensor | None) -> tuple:
         hidden, weight, tokens, log_z, entropy = ctx.saved_tensors
         hidden_gradient = hidden if weight is None else torch.empty_like(hidden)
         weight_gradient = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        columns = [hidden, hidden_gradient, tokens, log_z, gradient / ctx.temperature]
-        if entropy_gradient is not None:
-            columns += [entropy, entropy_gradient / ctx.temperature]
+        gradient = torch.zeros_like(log_z) if gradient is None else gradient / ctx.temperature
         with torch.autocast(hidden.device.type, enabled=False):
-            for h, h_gradient, token, z, g, *more in zip(*(x.split(256) for x in columns), strict=True):
-                logits = h if weight is None else h @ weight.T  # from here on, in place
-                policy = logits.div_(ctx.temperature).sub_(z).exp_()
-                entropy_part = more[1] * (torch.xlogy(policy, policy) + policy * more[0]) if more else None
-                logits_gradient = policy.mul_(-g).scatter_add_(1, token, g)
-                if entropy_part is not None:
-                    logits_gradient.sub_(entropy_part)
+            for start in range(0, len(tokens), 256):
+                rows = slice(start, start + 256)
+                logits = hidden[rows] if weight is None else hidden[rows] @ weight.T
+                policy = logits.div_(ctx.temperature).sub_(log_z[rows]).exp_()  # in place, as what follows
+                if entropy_gradient is not None:
+                    entropy_part = torch.xlogy(policy, policy) + policy * entropy[rows]
+                    entropy_part *= entropy_gradient[rows] / ctx.temperature
+                logits_gradient = policy.mul_(-gradient[rows]).scatter_add_(1, tokens[rows], gradient[rows])
+                if entropy_gradient is not None:
+                    logits_gradient -= entropy_part
                 if weight is not None:
-                    torch.mm(logits_gradient, weight, out=h_gradient)
+                    hidden_gradient[rows] = logits_gradient @ weight
                 if weight_gradient is not None:
-                    weight_gradient.addmm_(logits_gradient.T, h)
+                    weight_gradient.addmm_(logits_gradient.T, hidden[rows])
         return hidden_gradient, weight_gradient, None, None
 
 
@@ -467,15 +470,18 @@ def log_probs_and_entropy(model: Any, batch: Any, temperature: float) -> tuple[T
     """log π of the responses' tokens and π's entropy at each, [B, L], where π acts with this temperature."""
     tokens = torch.cat([batch.prompts, batch.responses], 1)
     inputs = model_inputs(tokens, torch.cat([batch.prompt_mask, batch.mask], 1))
-    length, weight = batch.mask.shape[1], None
+    length = batch.mask.shape[1]
+    # The output at each position is for the token after it. So the first is that at the prompt's last token.
     if getattr(model, "logits_in_parts", False):
-        hidden = model.get_decoder()(**inputs).last_hidden_state[:, -length - 1 :]
+        outputs = model.get_decoder()(**inputs).last_hidden_state[:, -length - 1 :]
         weight = model.get_output_embeddings().weight
-    else:  # logits, of the last tokens, or of all; not sliced, which would take memory
-        hidden = model(**inputs, logits_to_keep=length + 1).logits
-    following = F.pad(tokens[:, 1:], (0, 1))[:, -hidden.shape[1] :].reshape(-1, 1)
-    columns = TokenLogProbs.apply(hidden.float().flatten(0, 1), weight, following, temperature)
-    log_probs, entropy = (column.view(hidden.shape[:2])[:, -length - 1 : -1] for column in columns)
+    else:
+        outputs = model(**inputs, logits_to_keep=length + 1).logits  # of all tokens, if it keeps them all
+        weight = None
+    following = F.pad(tokens[:, 1:], (0, 1))[:, -outputs.shape[1] :].reshape(-1, 1)
+    columns = TokenLogProbs.apply(outputs.float().flatten(0, 1), weight, following, temperature)
+    # After the last token, nothing follows.
+    log_probs, entropy = (column.view(outputs.shape[:2])[:, -length - 1 : -1] for column in columns)
     return log_probs, entropy
 
 
@@ -965,7 +971,10 @@ def autocast(args: Args) -> torch.autocast:
 def use_device(args: Args) -> None:
     """Choose this process's GPU. With --bfloat16, it computes float32 in TF32: the last layer, above all."""
     if args.device == "cuda" and torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        number, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if number >= count:
+            raise ValueError(f"process {RANK} has no GPU: there are {count}")
+        torch.cuda.set_device(number)
     if args.device.startswith("cuda") and args.bfloat16:
         torch.set_float32_matmul_precision("high")
 
@@ -1197,7 +1206,7 @@ def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
     """The models that the flags name, and the task with their stop tokens."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    # Of transformers 5.24 on: both names work until 5.40, which `pip install '.[rlhf]'` leaves out.
+    # transformers 5.24 says that 5.40 renames this argument; the extra `rlhf` is for versions below.
     warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
     folder = Path(args.model or "").resolve()  # adapters name it, wherever they are loaded
     name = str(folder) if folder.exists() else args.model
@@ -1225,7 +1234,7 @@ def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
     ends = reference.generation_config.eos_token_id  # chat models have one for the end of a turn, too
     stop_tokens = {task.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     models = Models(actor, critic, reference, reward_model).to(args.device)
-    # Logits that are computed twice, in parts, save memory; on a CPU, time counts more.
+    # Logits in parts are computed twice. It saves memory and costs time: not on a CPU.
     in_parts = args.device != "cpu" and has_linear_head(models.actor, args)
     for network in filter(None, (models.actor, models.reference)):
         network.logits_in_parts = in_parts
@@ -1469,7 +1478,7 @@ def check_bounds(args: Args) -> None:
 
 
 def check(args: Args, task: Task | None = None) -> None:
-    """Raise `ValueError` for settings that cannot be right, before anything is written."""
+    """Raise `ValueError` for settings that cannot be right, before anything is written. Chooses the GPU."""
     check_bounds(args)
     if task:
         check_task(task, may_have_none=args.reward_model is not None)

@@ -307,16 +307,20 @@ def test_log_probs_and_their_gradient(has_weight):
     expected = log_policy.gather(1, tokens)
     expected_entropy = -(log_policy.exp() * log_policy).sum(1, keepdim=True)
     close = partial(torch.testing.assert_close, check_dtype=False, atol=1e-4, rtol=1e-4)
-    for scale in (0, 1):
-        total = (weights * expected + scale * others * expected_entropy).sum()
-        truth = torch.autograd.grad(total, inputs, retain_graph=True)
-        for script in (rlhf,) if scale else (rlhf, grpo):  # grpo.py's has no entropy
+    for parts in ("log π", "entropy"), ("log π",), ("entropy",):  # that are part of the loss
+        scripts = (rlhf, grpo) if parts == ("log π",) else (rlhf,)  # grpo.py's has no entropy
+
+        def loss(log_probs, entropy, parts=parts):
+            terms = {"log π": (weights * log_probs).sum(), "entropy": (others * entropy).sum()}
+            return sum(terms[part] for part in parts)
+
+        truth = torch.autograd.grad(loss(expected, expected_entropy), inputs, retain_graph=True)
+        for script in scripts:
             given = (hidden.float(), weight.float()) if has_weight else (logits.float(), None)
             with torch.autocast("cpu", torch.bfloat16):
                 results = script.TokenLogProbs.apply(*given, tokens, 0.6)
                 log_probs, entropy = results if script is rlhf else (results, expected_entropy)
-                total = (weights * log_probs).sum() + (scale * (others * entropy).sum() if scale else 0)
-                ours = torch.autograd.grad(total, inputs)
+                ours = torch.autograd.grad(loss(log_probs, entropy), inputs)
             close((log_probs, entropy), (expected, expected_entropy))
             close(ours, truth)
 
