@@ -870,17 +870,45 @@ def test_log_probs_of_models(script, name, changes, linear, folder, tmp_path):
         p.data *= 3 if p.dim() > 1 else 1  # far from uniform
     batch = random_batch(script, size=5, width=6, vocabulary=len(shared.LETTERS))
     weights = torch.randn(5, 6, generator=torch.Generator().manual_seed(0)) * batch.mask
+    whole = []  # logits of all tokens at once
+    hook = model.get_output_embeddings().register_forward_hook(lambda *_: whole.append(0))
     log_probs = script.token_log_probs(model, batch, 0.7)
     ours = torch.autograd.grad((weights * log_probs).sum(), parameters)
-    tokens, mask = (
-        torch.cat([batch.prompts, batch.responses], 1),
-        torch.cat([batch.prompt_mask, batch.mask], 1),
-    )
+    hook.remove()
+    assert bool(whole) != linear
+    tokens = torch.cat([batch.prompts, batch.responses], 1)
+    mask = torch.cat([batch.prompt_mask, batch.mask], 1)
     logits = model(**script.model_inputs(tokens, mask)).logits[:, -7:-1]
     expected = torch.log_softmax(logits / 0.7, 2).gather(2, batch.responses.unsqueeze(2)).squeeze(2)
     torch.testing.assert_close(log_probs[batch.mask], expected[batch.mask], atol=1e-5, rtol=1e-4)
     truth = torch.autograd.grad((weights * expected).sum(), parameters)
     torch.testing.assert_close(ours, truth, atol=1e-5, rtol=1e-3)
+
+
+@both
+def test_logits_are_in_parts_on_a_gpu(script, folder, monkeypatch):
+    """Those of the actor and of the reference, if the model allows it. Here, nothing is moved to the GPU."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(script.Models, "to", lambda self, device: self)
+    for allowed in (True, False):
+        monkeypatch.setattr(script, "has_linear_head", lambda *_, allowed=allowed: allowed)
+        models = shared.pretrained(script, real_args(script, folder, device="cuda"))[0]
+        assert models.actor.logits_in_parts == models.reference.logits_in_parts == allowed
+
+
+@both
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here, GPUs are made up")
+def test_the_gpu_of_a_process(script, monkeypatch):
+    """Under torchrun, each has its own, and one without is told so."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for number in ("1", "2"):
+        monkeypatch.setenv("LOCAL_RANK", number)
+        with pytest.raises(ValueError, match="is not there" if number == "1" else "has no GPU"):
+            script.check(script.Args(device="cuda"))  # chosen before it turns out that there is none here
+    assert chosen == [1]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
