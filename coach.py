@@ -511,7 +511,8 @@ def describe(finding: Finding) -> str:
     """What is wrong, since when, and what to do."""
     rule, step, iterations, value, over = finding
     kind = "QUESTION" if rule in QUESTIONS else "EARLIER" if over else "WRONG"
-    where = f"{rule.when}: in {iterations} iterations, reported from step {step:,}, now {value:.3g}"
+    count = "1 iteration" if iterations == 1 else f"{iterations} iterations"
+    where = f"{rule.when}: in {count}, reported from step {step:,}, now {value:.3g}"
     if rule in UNSAFE or rule.when == "monitored < 1":  # of the whole run
         where = rule.when
     lines = [f"{kind}: {rule.problem} ({where})", rule.remedy, f"docs/metrics.md, {rule.section!r}, has more"]

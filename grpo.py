@@ -387,17 +387,21 @@ def write_by_graph(
     # Padding sees itself: attention to nothing is not a number.
     inputs["attention_mask"] = visible[:, None, None] & causal | itself
     choose(actor(**inputs, logits_to_keep=1).logits)
+    next_step = step
     for number in range(1, length):
         if number % 16 == 0 and not active.any():
             break
-        if number == 1:
-            step()  # memory is set up, and weights are rounded by autocast, which keeps them
-        elif number == 2:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                step()  # recorded, not done
-        if number > 1:
-            graph.replay()
+        if number == 2:  # step 1 has set up memory, and autocast keeps the weights that it has rounded
+            next_step = record(step)
+        next_step()
+
+
+def record(step: Callable[[], None]) -> Callable[[], None]:
+    """Record a step as a CUDA graph, which has no effect yet. The result replays it."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 class TokenLogProbs(torch.autograd.Function):

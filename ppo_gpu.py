@@ -439,6 +439,11 @@ def recorded(function: Callable) -> Callable:
     return call
 
 
+def can_record(args: Args) -> bool:
+    """Whether functions are recorded as CUDA graphs."""
+    return args.cuda_graphs and args.device == "cuda"
+
+
 def train(args: Args, envs: Any = None) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation, in `envs`, or in those of `make_envs`.
 
@@ -492,7 +497,7 @@ def train(args: Args, envs: Any = None) -> dict:
     def learn(orders: Tensor, *columns: Tensor) -> dict[str, Tensor]:
         return update(agent, optimizer, compute, Batch(*columns), orders, args)
 
-    if args.cuda_graphs and args.device == "cuda":
+    if can_record(args):
         if recordable:
             collect = recorded(collect)  # all T steps are one graph
         else:

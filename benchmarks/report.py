@@ -1,4 +1,4 @@
-"""Make the tables of README.md and results/README.md from the stored results.
+"""Make the tables of the pages from the stored results, and those of docs/metrics.md from coach.py's rules.
 
     python benchmarks/report.py
 
@@ -11,6 +11,7 @@ Learning at the Edge of the Statistical Precipice").
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -23,10 +24,14 @@ from rliable.metrics import aggregate_iqm
 from run import CURVES, KEY, RUNS, SPEEDS
 from scipy.stats import bootstrap
 
+sys.path.insert(0, str(ROOT))
+import coach
+
 Row = dict[str, str]  # the cells of a table, by the column's title
 LANGUAGE_RUNS = experiments.DATA / "language.csv"
 LANGUAGE_CURVES = experiments.DATA / "language_curves.csv"
-PAGES = ROOT / "README.md", ROOT / "results/README.md", ROOT / "results/ablation.md", ROOT / "docs/scripts.md"
+NAMES = "README.md", "results/README.md", "results/ablation.md", "docs/scripts.md", "docs/metrics.md"
+PAGES = [ROOT / name for name in NAMES]
 SUMMARY = ["Acrobot-v1, 500k", "MountainCar-v0, 1M", "LunarLander-v3, 1M", "HalfCheetah-v5, 1M"]
 SUMMARY += ["Hopper-v5, 1M", "Humanoid-v5, 1M", "Swimmer-v5, 1M", "BreakoutNoFrameskip-v4, 10M"]
 
@@ -400,6 +405,17 @@ def minutes_table(results: pd.DataFrame) -> Iterator[Row]:
                 }
 
 
+def rules_table(rules: list[coach.Rule], problem: str) -> Iterator[Row]:
+    """Rules of coach.py, with the title of the column of problems. Unsafe settings need no iterations."""
+    for rule in rules:
+        yield {
+            "rule": f"`{rule.when}`",
+            "n": "" if rule in coach.UNSAFE else f"{rule.iterations}",
+            problem: rule.problem,
+            "what to do": rule.remedy,
+        }
+
+
 def markdown(rows: Iterable[Row]) -> str:
     """A table as Markdown; its head is that of the first row. Columns without any entry are left out."""
     rows = list(rows)
@@ -437,6 +453,10 @@ def tables() -> dict[str, str]:
     made["ratios"] = [*ratios_table(load_speeds())]
     rows = made["classic"] + made["mujoco"] + made["atari"]
     made["summary"] = [row for row in rows if row["environment, steps"] in SUMMARY]
+    made["unsafe"] = [*rules_table(coach.UNSAFE, "what is wrong")]
+    rules = [rule for rule in coach.RULES if rule not in coach.UNSAFE]
+    made["rules"] = [*rules_table(rules, "what is wrong")]
+    made["questions"] = [*rules_table(coach.QUESTIONS, "what may be wrong")]
     return {name: markdown(rows) for name, rows in made.items()}
 
 

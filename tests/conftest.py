@@ -1,4 +1,4 @@
-"""Make scripts, benchmarks and helper modules importable; one thread, as the scripts have by default."""
+"""Make scripts, benchmarks and helper modules importable. Use one thread, as the scripts do by default."""
 
 import pathlib
 import sys
@@ -12,9 +12,20 @@ sys.path[:0] = [str(tests), str(tests.parent), str(tests.parent / "benchmarks")]
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="run the tests marked `nightly`, too")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--all"):
+        nightly = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=nightly)
+        items[:] = [item for item in items if item not in nightly]
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """`trained(case)` is a short run of a script, for all tests that only look at it or copy it."""
+    """`trained(case)` is a short run of a script, which tests look at or copy, but do not change."""
     import helpers
 
     runs = {}

@@ -1,4 +1,4 @@
-"""A process of a test in test_gpu.py, which torchrun may start: `python gpu_worker.py <folder>`."""
+"""A test in test_gpu.py starts this program, alone or by torchrun: `python gpu_worker.py <folder>`."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ import ppo_gpu as ppo  # noqa: E402
 
 
 def share(columns, axis):
-    """This process's part of each column."""
+    """Return this process's part of each column."""
     return [column.tensor_split(ppo.PROCESSES, axis)[ppo.RANK].contiguous() for column in columns]
 
 

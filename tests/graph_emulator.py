@@ -1,4 +1,4 @@
-"""CUDA graphs on a CPU, in the place of torch.cuda's `CUDAGraph` and `graph`. It checks memory addresses.
+"""This emulates CUDA graphs on a CPU, in the place of torch.cuda's `CUDAGraph` and `graph`.
 
 Capture: Python runs once, without an effect. Each operation is kept with the memory that it reads and writes
 (storage, offset, shape and strides), not with tensors. Memory that was allocated before is held by weak
@@ -24,11 +24,11 @@ FORBIDDEN = {
 
 
 class CaptureError(RuntimeError):
-    """An operation that no CUDA graph can have."""
+    """A CUDA graph cannot have this operation."""
 
 
 class FreedError(RuntimeError):
-    """A replay that would use memory of something else."""
+    """A replay would use memory that has been freed."""
 
 
 def tensors_in(tree):
@@ -40,7 +40,7 @@ def storage_of(x):
 
 
 class Address:
-    """Where a tensor lies."""
+    """It is the place of a tensor in memory."""
 
     def __init__(self, x, user):
         self.storage, self.dtype, self.user = StorageWeakRef(storage_of(x)), x.dtype, user
@@ -55,7 +55,7 @@ class Address:
 
 
 class CUDAGraph(TorchDispatchMode):
-    """What `torch.cuda.CUDAGraph` is: operations that can be repeated."""
+    """It holds operations that can be repeated, as `torch.cuda.CUDAGraph` does."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ class CUDAGraph(TorchDispatchMode):
         return results
 
     def refuse(self, function, args, kwargs):
-        """Raise `CaptureError` for what no graph can have."""
+        """Raise `CaptureError` for operations that no graph can have."""
         name = function._schema.name.split("::")[1]
         by_mask = name.lstrip("_").startswith("index") and any(
             x.dtype is torch.bool for x in tensors_in(args[1:2])
@@ -107,7 +107,7 @@ class CUDAGraph(TorchDispatchMode):
 
     @torch.no_grad()
     def replay(self):
-        """The same operations on the same memory."""
+        """Repeat the operations on the same memory."""
         for function, addresses, made in self.calls:
             args, kwargs = tree_map(lambda x: x.tensor() if isinstance(x, Address) else x, addresses)
             results = tree_flatten(function(*args, **kwargs))[0]
@@ -117,7 +117,7 @@ class CUDAGraph(TorchDispatchMode):
 
 
 class graph:
-    """What `torch.cuda.graph` is: operations in its block are captured."""
+    """It captures the operations in its block, as `torch.cuda.graph` does."""
 
     def __init__(self, cuda_graph, **kwargs):
         self.graph = cuda_graph

@@ -1,4 +1,4 @@
-"""What the tests share: the scripts, random rollouts, computations in float64, and calling a script."""
+"""Helpers of the tests: the scripts, random rollouts, computations in float64, and calls of a script."""
 
 import contextlib
 import copy
@@ -29,7 +29,7 @@ import ppo_lstm
 
 ROOT = Path(__file__).resolve().parent.parent
 D = 3  # numbers per observation
-PLAIN = {  # settings that these tests rely on, whatever the defaults are
+PLAIN = {  # these tests rely on these settings, whatever the defaults are
     "num_envs": 4, "num_steps": 12, "gamma": 0.97, "gae_lambda": 0.9, "hidden_size": 64,
     "learning_rate": 3e-3, "anneal_lr": True, "update_epochs": 3, "num_minibatches": 2, "max_grad_norm": 0.5,
     "surrogate": "clip", "clip_coef": 0.2, "kl_coef": 1.0, "clip_vloss": False, "vf_coef": 0.5,
@@ -45,7 +45,7 @@ SMALL = {  # settings of short runs from the command line
 
 
 class Case:
-    """One script, and what is known of its policies."""
+    """One script, and the distribution of its policies."""
 
     def __init__(self, script):
         self.script, self.file = script, f"{script.__name__}.py"
@@ -66,7 +66,7 @@ class Case:
         return self.script.State(*(getattr(args, name) for name in coefficients))
 
     def make_agent(self, args, seed=0, obs_space=None, num_actions=None):
-        """An agent whose policy depends on what it sees, and whose statistics are not those of a new one."""
+        """Return an agent whose policy depends on the observation, with statistics of its own."""
         torch.manual_seed(seed)
         obs_space = obs_space or spaces.Box(-np.inf, np.inf, (D,))
         agent = self.script.Agent(args, obs_space, num_actions or self.num_actions)
@@ -81,7 +81,7 @@ class Case:
         return Adam(agent.parameters(), 99.0, eps=1e-5)  # the learning rate is the state's
 
     def make_rollout(self, args, agent, seed=0, chance=0.2):
-        """A rollout of random observations and rewards, with actions that the agent has sampled."""
+        """Return a rollout of random observations and rewards, with actions that the agent has sampled."""
         rng = np.random.default_rng(seed)
         rollout = self.script.Rollout(args, D, self.num_actions)
         ends = random_ends(rng, args.num_steps, args.num_envs, chance)
@@ -96,7 +96,7 @@ class Case:
         return rollout
 
     def begin(self, args, seed=10):
-        """Environments just reset, an agent and an empty rollout."""
+        """Return environments just reset, an agent and an empty rollout."""
         envs = self.script.make_envs(args, self.script.seed_everything(args.seed))
         obs_space, num_actions = envs.single_observation_space, self.count(envs.single_action_space)
         agent = self.make_agent(args, 3, obs_space, num_actions)
@@ -112,7 +112,7 @@ class Case:
         return self.script.make_batch(agent, rollout, *normalised, args)
 
     def update(self, agent, batch, args, seed=0, loss=None, optimizer=None, state=None, remake=None):
-        """`update` of the script, with its permutations seeded. Returns metrics."""
+        """Call `update` of the script, with its permutations seeded. Return its metrics."""
         torch.manual_seed(seed)
         optimizer, state = optimizer or self.make_optimizer(agent), state or self.make_state(args)
         compute = self.script.compute_gradients
@@ -121,23 +121,23 @@ class Case:
             return self.script.update(agent, optimizer, compute, batch, args, state, *more)
 
     def learn(self, agent, rollout, args, **given):
-        """An iteration's learning: see `update`."""
+        """Learn from a rollout as in an iteration. See `update`."""
         return self.update(agent, self.make_batch(agent, rollout, args), args, **given)
 
     def policy(self, agent, obs, norm_obs=True):
-        """An agent's policy for raw observations [..., D], in float64."""
+        """Return an agent's policy for raw observations [..., D], in float64."""
         inputs = torch.from_numpy(normalized(agent, obs, norm_obs))
         return float64(copy.deepcopy(agent).double().policy(inputs))
 
     def values(self, agent, obs, norm_obs=True):
-        """An agent's values [...] of raw observations [..., D], in float64."""
+        """Return an agent's values [...] of raw observations [..., D], in float64."""
         return float64(
             copy.deepcopy(agent).double().value(torch.from_numpy(normalized(agent, obs, norm_obs)))
         )
 
 
 class Discrete(Case):
-    """A policy is the vector log π(·|s)."""
+    """A policy is a vector, log π(·|s)."""
 
     env_id, walk = "scripted_envs:Scripted-v0", "user_envs:Walk-v0"
     num_actions = 4
@@ -149,7 +149,7 @@ class Discrete(Case):
         return Categorical(logits=policy)
 
     def random_policies(self, seed, rows, actions, scale):
-        """Two policies, and actions; in float64."""
+        """Return two policies, and actions, in float64."""
         generator = torch.Generator().manual_seed(seed)
         logits = scale * torch.randn(2, rows, actions, generator=generator, dtype=torch.float64)
         chosen = torch.randint(actions, (rows,), generator=generator)
@@ -171,7 +171,7 @@ class Continuous(Case):
         return Independent(Normal(mean, log_std.exp()), 1)
 
     def random_policies(self, seed, rows, actions, scale):
-        """Two policies, and actions that are near; in float64."""
+        """Return two policies, and actions that are near, in float64."""
         generator = torch.Generator().manual_seed(seed)
         numbers = torch.randn(5, rows, actions, generator=generator, dtype=torch.float64)
         old = torch.cat([scale * numbers[0], numbers[1].clamp(-3, 1)], -1)
@@ -180,15 +180,15 @@ class Continuous(Case):
 
 
 DISCRETE, CONTINUOUS = Discrete(ppo), Continuous(ppo_continuous)
-LSTM = Discrete(ppo_lstm)  # of which test_lstm.py tests what differs: memory, rollout, batch, loss and update
-ATARI = Discrete(ppo_atari)  # of which test_atari.py tests what differs: networks, rollout and update
+LSTM = Discrete(ppo_lstm)  # its memory, rollout, batch, loss and update are tested in test_lstm.py
+ATARI = Discrete(ppo_atari)  # its networks, rollout and update are tested in test_atari.py
 each_script = pytest.mark.parametrize("case", [DISCRETE, CONTINUOUS], ids=repr)
 memory_too = pytest.mark.parametrize("case", [DISCRETE, CONTINUOUS, LSTM], ids=repr)
 atari_too = pytest.mark.parametrize("case", [DISCRETE, CONTINUOUS, ATARI, LSTM], ids=repr)
 
 
 def random_ends(rng, steps, envs, chance):
-    """terminated, truncated, valid [steps, envs]: after an episode's end comes one filler row."""
+    """Return terminated, truncated, valid [steps, envs]. A filler row follows each episode's end."""
     terminated, truncated, valid = np.zeros((3, steps, envs), dtype=bool)
     valid[0] = True
     for t, n in np.ndindex(steps, envs):
@@ -201,7 +201,7 @@ def random_ends(rng, steps, envs, chance):
 
 
 def weights(agent):
-    """All parameters as one vector."""
+    """Return all parameters as one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in agent.parameters()]).clone()
 
 
@@ -210,7 +210,7 @@ def float64(tensor):
 
 
 def normalized(agent, obs, norm_obs=True):
-    """Raw observations [..., D] as the networks see them."""
+    """Return raw observations [..., D] as the networks see them."""
     obs = np.asarray(obs, np.float64)
     if not norm_obs:
         return obs
@@ -219,7 +219,7 @@ def normalized(agent, obs, norm_obs=True):
 
 
 def direct_gae(rewards, values, terminated, truncated, gamma, gae_lambda, next_values=None):
-    """A_t = Σ_l (γλ)^l δ_{t+l}, each sum by itself, up to the episode's end or the last row."""
+    """Sum A_t = Σ_l (γλ)^l δ_{t+l} for each t by itself, up to the episode's end or the last row."""
     next_values = values[1:] if next_values is None else next_values
     advantages = np.zeros(rewards.shape)
     for t, n in np.ndindex(*rewards.shape):
@@ -233,7 +233,7 @@ def direct_gae(rewards, values, terminated, truncated, gamma, gae_lambda, next_v
 
 
 class RewardScale:
-    """Rewards over the standard deviation of all discounted returns so far, one transition at a time."""
+    """Divide rewards by the deviation of all discounted returns so far, one transition at a time."""
 
     def __init__(self, agent, rollout, gamma):
         """Continue from the statistics of an agent, and from the episodes under way in a rollout."""
@@ -253,12 +253,12 @@ class RewardScale:
 
 
 def flags(**settings):
-    """Settings as words of a command."""
+    """Return settings as words of a command."""
     return [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
 
 
 def call(case, folder, *words):
-    """Run a script's `main` in a folder, in this process. Returns its status, and what it printed."""
+    """Run a script's `main` in a folder, in this process. Return its status, output and errors."""
     out, err, status = io.StringIO(), io.StringIO(), 0
     user_envs.LOG.clear()
     sys.path_importer_cache.pop(".", None)  # it is another folder now
@@ -283,7 +283,7 @@ def call(case, folder, *words):
 
 
 def run(case, folder, *words, **settings):
-    """`call` with the small settings, on this script's `Walk`. It must succeed."""
+    """Call a script with the small settings, on its `Walk`. It must succeed."""
     known = {setting.name for setting in fields(case.script.Args)}
     small = {name: value for name, value in SMALL.items() if name in known}
     if "--resume" in words or "--evaluate" in words:
@@ -294,7 +294,7 @@ def run(case, folder, *words, **settings):
 
 
 def assert_help(case, folder):
-    """--help tells the script's purpose, and each flag has a text."""
+    """Check that --help tells the script's purpose and has a text for each flag."""
     shown = call(case, folder, "--help")
     assert shown.status == 0
     plain = re.sub(r"[│╭╮╰╯─\s]+", " ", shown.out)
@@ -305,18 +305,18 @@ def assert_help(case, folder):
 
 
 def checkpoint_in(folder):
-    """The checkpoint of the only run below a folder."""
+    """Return the path of the checkpoint of the only run below a folder."""
     (path,) = folder.glob("runs/*/checkpoint.pt")
     return path
 
 
 def load(path):
-    """What a checkpoint holds."""
+    """Return the content of a checkpoint."""
     return torch.load(path, weights_only=True)
 
 
 def same(a, b):
-    """Equality, bit for bit, of nested dicts and lists with tensors in them."""
+    """Compare nested dicts and lists with tensors in them, bit for bit."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list):
@@ -325,7 +325,7 @@ def same(a, b):
 
 
 def curves(folder, left_out=("charts/SPS",)):
-    """A run's curves by tag, and by step; a step that is there twice fails. The speed is left out."""
+    """Return a run's curves by tag and step, without the speed. A step that is logged twice fails."""
     files = sorted(folder.glob("events*"), key=lambda path: path.stat().st_mtime_ns)
     for i, path in enumerate(files):  # TensorBoard orders them by name, which has the second they began in
         path.rename(folder / f"events.out.tfevents.{i:09}")

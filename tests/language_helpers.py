@@ -1,13 +1,20 @@
-"""What the tests of the language models share; as a program, a process of test_two_processes_learn_like_one.
+"""Tasks, models, settings and batches for the tests of ppo_rlhf.py and grpo.py.
 
-python tests/language_helpers.py ppo_rlhf FOLDER
+As a program, this file is one process of a test in which processes learn together:
+
+    python tests/language_helpers.py ppo_rlhf FOLDER
 """
 
+import json
+import os
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of the scripts
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where the scripts are
 
+import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -16,25 +23,58 @@ from torch.utils._pytree import tree_leaves
 import grpo
 import ppo_rlhf as rlhf
 
+ROOT = Path(__file__).resolve().parent.parent
 STOP = 1
-LETTERS = ["<unknown>", "<stop>", *"abcdefghijklmnopqrstuvwxyz"]  # the tokens of the fixture `folder`
-CALLS = []  # of `vowels`: rows and responses
+LETTERS = ["<unknown>", "<stop>", *"abcdefghijklmnopqrstuvwxyz"]  # the tokens of the models of `write_models`
+CALLS = []  # the rows and responses that `vowels` was called with
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+# Reward functions
 
 
 def vowels(rows, responses):
-    """A reward function: a quarter for each vowel."""
-    if any(responses):  # not the trial before training
+    """Reward each vowel with a quarter."""
+    if any(responses):  # the trial before training has empty responses
         CALLS.append((rows, responses))
     return [sum(letter in "aeiou" for letter in text) / 4 for text in responses]
 
 
 def wanted(rows, responses):
-    """A reward function that reads a row's other keys."""
+    """Reward a response that has the row's answer in it."""
     return [float(row["answer"] in text) for row, text in zip(rows, responses, strict=True)]
 
 
+def first_digit(rows, responses):
+    """Reward a response with its first token."""
+    return [float(response[:1] or 0) for response in responses]
+
+
+def prompt_and_length(rows, responses):
+    """Reward long prompts and short responses."""
+    return [len(row["prompt"]) - len(text) / 9 for row, text in zip(rows, responses, strict=True)]
+
+
+def trl_reward(prompts, completions, completion_ids, answer, **kwargs):
+    """Reward stop tokens and the letter a, with the arguments of TRL. The answer b has no reward."""
+    rewards = []
+    for prompt, completion, ids, wanted in zip(prompts, completions, completion_ids, answer, strict=True):
+        text = completion if isinstance(prompt, str) else completion[0]["content"]
+        rewards.append(None if wanted == "b" else ids.count(STOP) + 0.1 * text.count("a"))
+    return rewards
+
+
+def with_tokens(rows, responses, tokens):
+    """Reward a response with its number of tokens, which include the stop token."""
+    return [len(row) for row in tokens]
+
+
+# Models and batches with a vocabulary of digits
+
+
 class Digits:
-    """A tokenizer: each token is written as its number."""
+    """A tokenizer that writes each token as its number."""
 
     bos_token_id, eos_token_id = None, STOP
 
@@ -45,8 +85,14 @@ class Digits:
         return " ".join(str(token) for token in tokens if not (skip_special_tokens and token == STOP))
 
 
+def make_task(prompts, script=rlhf, **functions):
+    """Return a task of prompts that are written as digits."""
+    rows = [{"prompt": prompt} for prompt in prompts]
+    return script.Task(Digits(), [STOP], rows, rows[::-1], functions)
+
+
 def random_gpt(seed, vocabulary=4):
-    """A small GPT far from uniform, in float64."""
+    """Return a small GPT in float64 whose policy is far from uniform."""
     torch.manual_seed(seed)
     gpt = rlhf.GPT(vocabulary, width=16, layers=2, heads=2, context=16).double()
     for parameter in gpt.parameters():
@@ -55,12 +101,12 @@ def random_gpt(seed, vocabulary=4):
 
 
 def random_critic(seed, vocabulary=4):
-    """A small network with one output far from 0."""
+    """Return a small network with one output far from 0."""
     return rlhf.ScalarModel(random_gpt(seed, vocabulary), nn.Linear(16, 1))
 
 
 def new_models(script, vocabulary=4):
-    """Random networks, of which some are frozen."""
+    """Return random networks, of which the reference and the reward model are frozen."""
     reference = random_gpt(2, vocabulary).requires_grad_(False)
     if script is grpo:
         return grpo.Models(random_gpt(1, vocabulary), reference)
@@ -69,7 +115,7 @@ def new_models(script, vocabulary=4):
 
 
 def to_responses(prompt, rows, padding=0, fill=STOP):
-    """Responses to one prompt, with so much padding on its left."""
+    """Return responses to one prompt, with padding on its left."""
     width = max(map(len, rows))
     prompts = torch.tensor([[fill] * padding + prompt] * len(rows))
     prompt_mask = torch.tensor([[False] * padding + [True] * len(prompt)] * len(rows))
@@ -79,7 +125,7 @@ def to_responses(prompt, rows, padding=0, fill=STOP):
 
 
 def random_batch(script, size=16, width=4, vocabulary=4):
-    """Responses of 1 to `width` tokens; π_old and π_ref differ from random_gpt(1) by some noise."""
+    """Return responses of 1 to `width` tokens, where π_old and π_ref are random_gpt(1) with noise."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, width + 1, (size,), generator=generator).tolist()
     lengths[:2] = [1, width]
@@ -98,28 +144,90 @@ def random_batch(script, size=16, width=4, vocabulary=4):
 
 
 def rows_of(batch, rows):
-    """These rows of a batch, with all columns."""
+    """Return some rows of a batch, with all columns."""
     return type(batch)(*(column[rows] for column in batch))
 
 
+def kept(x, mask):
+    """Return the numbers of each row where the mask is true."""
+    return [row[row_mask].tolist() for row, row_mask in zip(x, mask, strict=True)]
+
+
+def tokens_of(batch):
+    """Return the tokens of each prompt and of each response."""
+    return kept(batch.prompts, batch.prompt_mask), kept(batch.responses, batch.mask)
+
+
+# Models of transformers
+
+
+def write_models(folder):
+    """Write tiny models whose tokenizer has no padding token, and prompts, to a folder."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {letter: i for i, letter in enumerate(LETTERS)}
+    split = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unknown>"))
+    split.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=split, eos_token="<stop>", unk_token="<unknown>"
+    )
+    tokenizer.chat_template = "{{ messages[0].content }}{% if add_generation_prompt %}z{% endif %}"
+    sizes = {"vocab_size": len(LETTERS), "eos_token_id": STOP, "bos_token_id": STOP, "num_labels": 1}
+    llama = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, attention_dropout=0.1, **sizes
+    )  # fmt: skip
+    gpt2 = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=32, **sizes)
+    torch.manual_seed(0)
+    for name, config, kind in (("llama", llama, "Llama"), ("gpt2", gpt2, "GPT2")):
+        language_model = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+        for suffix, model in (("", language_model), ("-reward", "ForSequenceClassification")):
+            getattr(transformers, kind + model)(config).save_pretrained(folder / f"{name}{suffix}")
+            tokenizer.save_pretrained(folder / f"{name}{suffix}")
+    rows = [{"prompt": "a" * (1 + i % 5), "answer": letter} for i, letter in enumerate("bcdefgh")]
+    rows.append({"prompt": [{"role": "user", "content": "ab"}], "answer": "i"})
+    for name, part in (("train", rows), ("test", rows[3:6])):
+        lines = [json.dumps(row) + "\n" for row in part]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+
+
+def real_args(script, folder, name="llama", **changes):
+    """Return settings of a short run with the folder's models: three iterations of two gradient steps."""
+    settings = {
+        "model": str(folder / name), "prompts": str(folder / "train.jsonl"), "max_response_length": 8,
+        "reward_function": ("language_helpers:vowels", "language_helpers:wanted"), "learning_rate": 1e-3,
+        "total_episodes": 96, "batch_size": 32, "num_minibatches": 1, "micro_batch_size": 8,
+        "eval_prompts": str(folder / "test.jsonl"), "eval_every": 2, "kl_coef": 0.05,
+    }  # fmt: skip
+    return replace(script.PRETRAINED, **{**settings, **changes})
+
+
+def pretrained(script, args):
+    """Return models and task of a run with --model."""
+    return script.load_pretrained(args, script.load_task(args))
+
+
+def completions(path):
+    """Return the lines of completions.jsonl beside a checkpoint."""
+    return [json.loads(line) for line in path.with_name("completions.jsonl").read_text().splitlines()]
+
+
+# Learning
+
+
 def groups_of(script, models):
-    """The trained parameters of each network, for an optimizer."""
+    """Return the trained parameters of each network as groups of an optimizer."""
     networks = (models.actor, models.critic) if script is rlhf else (models.actor,)
     return [{"params": [p for p in network.parameters() if p.requires_grad]} for network in networks]
 
 
-def pretrained(script, args):
-    """Models and task of a run with --model."""
-    return script.load_pretrained(args, script.load_task(args))
-
-
 def update(script, models, optimizer, batch, args):
-    """`update` of a script."""
+    """Call `update` of a script."""
     return script.update(models if script is rlhf else models.actor, optimizer, batch, args)
 
 
 def loss_of(script, models, batch, args):
-    """The loss and the metrics of a whole minibatch."""
+    """Return the loss and the metrics of a whole minibatch."""
     if script is rlhf:
         return rlhf.ppo_loss(models, batch, batch.mask.sum(), args)
     log_probs = grpo.token_log_probs(models.actor, batch, args.temperature)
@@ -127,14 +235,34 @@ def loss_of(script, models, batch, args):
 
 
 def flat(parameters):
-    """Parameters or other tensors as one vector."""
+    """Return parameters or other tensors as one vector in float64."""
     return torch.cat([x.detach().double().flatten() for x in parameters])
 
 
-class OneDevice(TorchFunctionMode):
-    """A stand-in for a GPU: tensors that are made for "mps" live on the CPU, but meet only each other.
+def gradient(loss, model):
+    """Return the gradient of a loss as one vector."""
+    gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, materialize_grads=True)
+    return flat(gradients)
 
-    As on a GPU, single numbers and indices may come from the CPU.
+
+def failing(function, number, error):
+    """Return the function, changed so that its call of this number raises the error once it is done."""
+    calls = []
+
+    def call_it(*args, **kwargs):
+        calls.append(0)
+        results = function(*args, **kwargs)
+        if len(calls) == number:
+            raise error
+        return results
+
+    return call_it
+
+
+class OneDevice(TorchFunctionMode):
+    """Put tensors that are made for "mps" on the CPU, but let them meet only each other.
+
+    As with a GPU, single numbers and indices may come from the CPU.
     """
 
     BETWEEN_DEVICES = "copy_", "_has_compatible_shallow_copy_type", "__set__"
@@ -173,8 +301,18 @@ def mark(tensor, on_mps):
     return tensor
 
 
+# Processes
+
+
+def run_process(where, *words):
+    """Run a command in a process of its own. Return what it prints."""
+    done = subprocess.run(words, cwd=where, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def share_of_an_update(script, folder):
-    """Learn from a batch, or from every second response if there are two processes; save what comes of it."""
+    """Learn from a batch, or from every second response if there are two processes. Save the results."""
     args = script.Args(batch_size=16, num_minibatches=1, max_grad_norm=0.5)
     models = new_models(script)
     optimizer = torch.optim.SGD(groups_of(script, models), 0.1)

@@ -1,4 +1,4 @@
-"""Environments of which every transition is known, registered when this module is imported.
+"""These environments have known transitions, and are registered when this module is imported.
 
 A script belongs to a key, which is the seed of the reset modulo 1000, so that a test can tell the
 environments of a vector apart whichever way they are vectorised.
@@ -10,27 +10,27 @@ from gymnasium import spaces
 
 
 def length(key, episode):
-    """Steps of an episode, from 1 to 7."""
+    """Return the number of steps of an episode, from 1 to 7."""
     return (3 + 2 * key + 5 * episode) % 7 + 1
 
 
 def ending(key, episode):
-    """How an episode ends: (terminated, truncated)."""
+    """Return how an episode ends: (terminated, truncated)."""
     return ((True, False), (False, True), (True, True))[(key + episode) % 3]
 
 
 def reward(key, episode, step, action):
-    """The reward of a step, exact in float32 for discrete actions."""
+    """Return the reward of a step, which is exact in float32 for discrete actions."""
     return 100.0 * key + 10 * episode + step + float(np.sum(action)) / 4
 
 
 def observation(key, episode, step, last_action):
-    """What is seen before a step; the last action is -1 at an episode's start."""
+    """Return the observation before a step. The last action is -1 at the start of an episode."""
     return np.array([key, episode, step, *np.ravel(last_action)], dtype=np.float32)
 
 
 class Scripted(gym.Env):
-    """The script, with discrete actions."""
+    """It follows the script, with discrete actions."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (4,))
     action_space = spaces.Discrete(3)
@@ -51,14 +51,14 @@ class Scripted(gym.Env):
 
 
 class ScriptedBox(Scripted):
-    """The same with actions of three numbers, of which one has no bounds."""
+    """It has actions of three numbers, of which one has no bounds."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (6,))
     action_space = spaces.Box(np.float32([-2, 0, -np.inf]), np.float32([1, 10, np.inf]))
 
 
 class Still(gym.Env):
-    """Always the same state, and a reward of 1; only a time limit ends an episode."""
+    """Its state is always the same, and its reward 1. Only a time limit ends an episode."""
 
     observation_space = spaces.Box(-9, 9, (2,))
 

@@ -1,4 +1,4 @@
-"""The benchmarks: what is run, stored and reported."""
+"""Tests of the benchmarks: their lists, stored results, statistics and pages."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import fnmatch
 import itertools
 import math
 import re
-import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import ale_py
 import experiments
-import figures
 import gpu
 import gymnasium as gym
 import language
@@ -31,10 +27,9 @@ gym.register_envs(ale_py)
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("only", ["pendulum", "language-ours"])
-def test_what_is_measured_on_a_gpu(only, monkeypatch, capsys):
-    """The small version runs, and each measurement has its numbers. (Playground's take long to compile.)"""
+def test_the_small_version_of_a_gpu_measurement_prints_its_numbers(only, monkeypatch, capsys):
     pytest.importorskip("datasets")
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--only", only, "--small"])
     with pytest.raises(SystemExit) as end:
@@ -48,8 +43,8 @@ def test_what_is_measured_on_a_gpu(only, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_list_of_experiments_is_sound():
-    """No two runs share a file; flags are accepted; environments exist; what studies compare is run."""
+def test_listed_experiments_have_names_of_their_own_and_flags_that_their_scripts_accept():
+    """Their environments exist, and studies compare listed runs."""
     listed = experiments.runs()
     assert len({run.name for run in listed}) == len(listed)
     for run in {(run.experiment.name, run.env_id): run for run in listed}.values():
@@ -65,8 +60,7 @@ def test_list_of_experiments_is_sound():
         assert {(name, task) for name in study.experiments for task in study.tasks} <= have
 
 
-def test_stored_results_are_those_of_the_list():
-    """Each row is of a listed run with its flags, each once, with its commit and its curve."""
+def test_each_stored_result_is_of_a_listed_run_with_its_flags_and_curve():
     listed = {run.key: run for run in experiments.runs()}
     table = pd.read_csv(runner.RUNS, keep_default_na=False)
     curves = pd.read_csv(runner.CURVES)
@@ -81,8 +75,7 @@ def test_stored_results_are_those_of_the_list():
     assert set(map(tuple, curves[curves.quantity == "return"][runner.KEY].to_numpy())) == keys
 
 
-def test_statistics_of_the_tables():
-    """The probability of improvement, against rliable's, and the spread."""
+def test_the_probability_of_improvement_equals_rliables():
     ours, theirs = np.arange(16.0).reshape(8, 2), np.array([[0, 1], [4, 5.5], [4.5, 20], [9, 12]])
     value, low, high = report.interval(report.probability_of_improvement, ours, theirs)
     assert value == pytest.approx(probability_of_improvement(ours, theirs))
@@ -90,8 +83,8 @@ def test_statistics_of_the_tables():
     assert report.spread(np.array([2.0, 4.0, 9.0])) == f"5.0 ± {math.sqrt((9 + 1 + 16) / 2):.1f}"
 
 
-def test_the_mean_over_tasks_and_its_interval():
-    """Tasks count alike, whatever their numbers of seeds. The interval is that of all ways to draw seeds."""
+def test_the_mean_over_tasks_counts_tasks_alike_whatever_their_numbers_of_seeds():
+    """Its interval is that of all ways to draw seeds."""
     tasks = [(np.array([1.0, 5, 6]), np.array([2, 4, 5.5])), (np.array([3.0, 8]), np.array([3.0, 9]))]
     by_hand = (5 / 9 + 1.5 / 4) / 2  # pairs that are won; a tie is half of one
     seeds = [scores for task in tasks for scores in task]
@@ -104,46 +97,27 @@ def test_the_mean_over_tasks_and_its_interval():
 
 
 @pytest.mark.slow
-def test_tables_match_the_stored_results():
-    """The tables in the files are those that report.py makes."""
+def test_the_tables_of_the_pages_are_those_of_the_stored_results_and_of_the_code():
+    """Each committed figure is shown, and each figure that a page shows is committed."""
     made = report.tables()
     for path in report.PAGES:
         text = path.read_text()
         assert report.fill(text, made) == text, f"run python benchmarks/report.py: {path} is out of date"
-
-
-@pytest.mark.slow
-def test_figures(tmp_path):
-    """Figures are drawn in two themes, and the committed files are those; a page shows each."""
-    figures.draw(tmp_path)
-    language_report.draw(*language_report.load(), tmp_path)
-    made = {path.name for path in tmp_path.iterdir()} | {"agents.webp"}
-    assert made == {path.name for path in experiments.FIGURES.iterdir()}
+    made, text = language_report.tables(*language_report.load()), language_report.PAGE.read_text()
+    assert report.fill(text, made) == text, "run python benchmarks/language_report.py"
     pages = "".join(path.read_text() for path in (*report.PAGES, *ROOT.glob("docs/*.md")))
-    assert made == set(re.findall(r"figures/([\w-]+\.\w+)", pages))
+    committed = {path.name for path in experiments.FIGURES.iterdir()}
+    assert set(re.findall(r"figures/([\w-]+\.\w+)", pages)) == committed
 
 
-def test_commands_in_the_readmes_select_runs():
-    """Each value of --only is that of some runs."""
+def test_each_only_flag_on_the_pages_selects_runs():
     names = [run.name for run in experiments.runs()]
     for path in report.PAGES:
         for only in re.findall(r"run\.py --only '?([^\s'`]+)", path.read_text().replace("--only NAME", "")):
             assert any(name.startswith(only) or fnmatch.fnmatch(name, only) for name in names), only
 
 
-# Language models
-
-
-def test_language_tables_are_up_to_date():
-    """The tables of the page are those that language_report.py makes."""
-    made = language_report.tables(*language_report.load())
-    text = language_report.PAGE.read_text()
-    assert set(re.findall(r"<!-- table: ([\w-]+) -->", text)) == made.keys()
-    assert report.fill(text, made) == text, "run python benchmarks/language_report.py"
-
-
-def test_language_studies():
-    """Their scripts accept their flags, and the stored runs are theirs, each once, with its curve."""
+def test_each_stored_run_of_a_language_model_is_of_a_study_with_its_flags_and_curve():
     studies = {study.name: study for study in language.STUDIES}
     assert len(studies) == len(language.STUDIES)
     for study in language.STUDIES:
@@ -157,58 +131,3 @@ def test_language_studies():
         assert run.seed in study.seeds
         points = curves[(curves.study == run.study) & (curves.seed == run.seed)]
         assert points.episodes.tolist() == list(range(0, run.episodes + 1, language.SPACING))
-
-
-TINY = """
-SB3["CartPole-v1"] = {"n_envs": 2, "n_steps": 64, "learning_rate": "linear 0.001", "normalize": True}
-EXPERIMENTS = {
-    "tiny": Experiment("tiny", "", "ppo.py", [("CartPole-v1", 20_000, 1)], "--eval-episodes 2"),
-    "gpu": Experiment("gpu", "", "ppo_gpu.py", [("Pendulum", 20_000, 1)], "--num-envs 16 --device cpu"),
-    "peer": Experiment("peer", "", "sb3", [("CartPole-v1", 600, 1)]),
-    "bad": Experiment("bad", "", "ppo.py", [("NoSuch-v0", 4_000, 1)]),
-}
-"""
-
-
-@pytest.fixture
-def copy(tmp_path):
-    """A copy of the scripts and the runner with a short list of experiments, without git and results."""
-    (tmp_path / "results/data").mkdir(parents=True)
-    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
-    for name in ("ppo.py", "ppo_gpu.py"):
-        shutil.copy(ROOT / name, tmp_path)
-    with open(tmp_path / "benchmarks/experiments.py", "a") as file:
-        file.write(TINY)
-    return tmp_path
-
-
-@pytest.mark.slow
-def test_the_runner(copy):
-    """What is missing is listed, done, and stored once; Ctrl-C stops a run, which then continues."""
-    command = [sys.executable, "-u", "benchmarks/run.py"]
-
-    def finish(*flags):
-        done = subprocess.run([*command, *flags], cwd=copy, capture_output=True, text=True, timeout=200)
-        return done.returncode, done.stdout.splitlines()
-
-    assert finish("--dry-run")[1] == [
-        "missing tiny/CartPole-v1_20000/1", "missing gpu/Pendulum_20000/1", "missing peer/CartPole-v1_600/1",
-        "missing bad/NoSuch-v0_4000/1", "0 of 4 stored",
-    ]  # fmt: skip
-    process = subprocess.Popen([*command, "--only", "tiny"], cwd=copy, stdout=subprocess.PIPE, text=True)
-    while " steps  return" not in process.stdout.readline():
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) != 0
-    status, output = finish()
-    assert (status, output[-1]) == (1, "3 of 4 stored")
-    assert "bad/NoSuch-v0_4000/1 failed" in output
-    table = pd.read_csv(copy / "results/data/runs.csv").set_index("experiment")
-    assert dict(table.sessions) == {"tiny": 2, "gpu": 1, "peer": 1}
-    assert dict(table.episodes) == {"tiny": 2, "gpu": 16, "peer": 10}
-    assert (table.seconds > 0).all()
-    assert 0 < table.training["tiny"] <= 500
-    assert set(pd.read_csv(copy / "results/data/curves.csv").experiment) == {"tiny", "gpu", "peer"}
-    assert finish("--dry-run")[1] == ["missing bad/NoSuch-v0_4000/1", "3 of 4 stored"]
-    subprocess.run(["git", "init", "--quiet"], cwd=copy, check=True)
-    assert finish()[0] == 1  # uncommitted

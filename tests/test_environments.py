@@ -1,6 +1,5 @@
-"""Which environments are taken, policies for them, evaluation, and `train` in other people's code."""
+"""Environments of users, policies that are loaded for them, evaluation, and `train` called by a program."""
 
-import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,18 @@ import pytest
 import torch
 import user_envs
 from gymnasium.vector import SyncVectorEnv
-from helpers import DISCRETE, call, checkpoint_in, curves, each_script, load, memory_too, run
+from helpers import (
+    CONTINUOUS,
+    DISCRETE,
+    LSTM,
+    call,
+    checkpoint_in,
+    curves,
+    each_script,
+    load,
+    memory_too,
+    run,
+)
 from torch import nn
 
 import ppo
@@ -20,7 +30,7 @@ SPACES = "vector", "discrete", "dict", "image"
 
 @memory_too
 def test_environments_that_reset_in_the_same_step_are_refused(case, tmp_path, monkeypatch):
-    """Whatever made them: a rollout needs the last observation in a row of its own. Nothing is written."""
+    """A rollout needs the last observation in a row of its own. Nothing is written."""
 
     def make_envs(args, seed):
         return SyncVectorEnv([lambda: case.script.make_env(args)] * 4, autoreset_mode="SameStep")
@@ -32,8 +42,8 @@ def test_environments_that_reset_in_the_same_step_are_refused(case, tmp_path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_processes_have_their_own_random_numbers():
-    """For environments that draw from NumPy's global generator, when they are made and later."""
+def test_environments_in_processes_draw_different_random_numbers():
+    """They may draw from NumPy's global generator, when they are made and later. Runs are still equal."""
     seen = []
     for _ in range(2):
         args = DISCRETE.make_args(env_id="user_envs:Global-v0", async_envs=True)
@@ -45,16 +55,14 @@ def test_processes_have_their_own_random_numbers():
     np.testing.assert_array_equal(*seen)
 
 
-@memory_too
-def test_each_environment_is_closed(case, tmp_path):
-    """Those that train, that is evaluated, and those that are only looked at."""
-    run(case, tmp_path)
+def test_each_environment_that_a_run_makes_is_closed(tmp_path):
+    run(DISCRETE, tmp_path)
     assert len(user_envs.LOG["made"]) > 5
     assert set(user_envs.LOG["made"]) == set(user_envs.LOG["closed"])
 
 
 def policy_of(case, folder, observation):
-    """The policy of a short run, the agent with the same weights, and the environment."""
+    """Return the policy of a short run, an agent with the same weights, and the environment."""
     run(case, folder, learning_rate=0.01, env_kwargs=f'{{"observation": "{observation}"}}')
     path = checkpoint_in(folder)
     args = case.script.Args(**load(path)["args"])
@@ -66,10 +74,12 @@ def policy_of(case, folder, observation):
     return case.script.load_policy(path, env), agent, env
 
 
-@each_script
-@pytest.mark.parametrize("observation", SPACES)
-def test_a_policy_takes_the_environments_observations(case, observation, tmp_path):
-    """One of any space, or a batch of a Box's; its actions are the most likely ones, within the bounds."""
+POLICIES = [*((DISCRETE, space) for space in SPACES), (CONTINUOUS, "vector"), (CONTINUOUS, "dict")]
+
+
+@pytest.mark.parametrize(("case", "observation"), POLICIES, ids=str)
+def test_a_loaded_policy_takes_the_environments_observations(case, observation, tmp_path):
+    """It takes one observation of any space, or a batch of a Box. Actions are greedy, within the bounds."""
     policy, agent, env = policy_of(case, tmp_path, observation)
     env.observation_space.seed(1)
     singles = [env.observation_space.sample() for _ in range(20)]
@@ -87,8 +97,8 @@ def test_a_policy_takes_the_environments_observations(case, observation, tmp_pat
 
 
 @each_script
-def test_a_changed_policy_is_what_plays(case, tmp_path, monkeypatch):
-    """A copy may change `Agent.policy`: actions are the most likely of what it returns, without dropout."""
+def test_a_loaded_policy_uses_a_changed_agent_policy_without_dropout(case, tmp_path, monkeypatch):
+    """A copy of the script may change `Agent.policy`."""
     policy, agent, env = policy_of(case, tmp_path, "vector")
     original = case.script.Agent.policy
 
@@ -107,8 +117,8 @@ def test_a_changed_policy_is_what_plays(case, tmp_path, monkeypatch):
 
 
 @each_script
-def test_an_evaluation_is_what_a_loop_finds(case, trained):
-    """Undiscounted and unclipped returns of the policy that `load_policy` gives."""
+def test_an_evaluation_finds_the_returns_that_a_plain_loop_finds(case, trained):
+    """They are undiscounted and unclipped, by the policy of `load_policy`."""
     path = trained(case).checkpoint
     args = replace(case.script.Args(**load(path)["args"]), eval_episodes=5)
     user_envs.LOG.clear()
@@ -127,9 +137,7 @@ def test_an_evaluation_is_what_a_loop_finds(case, trained):
     assert again == returns.tolist()
 
 
-@pytest.mark.slow
-def test_an_endless_evaluation(trained, tmp_path):
-    """Episodes are cut after 10,000 steps, which is said."""
+def test_an_evaluation_cuts_endless_episodes_after_10000_steps_and_says_so(trained, tmp_path):
     words = ["--env-id", DISCRETE.walk, "--env-kwargs", '{"endless": true}', "--eval-episodes", 1]
     shown = call(DISCRETE, tmp_path, "--evaluate", trained(DISCRETE).checkpoint, *words)
     assert "episode 1 was stopped after 10,000 steps" in shown.out
@@ -137,19 +145,17 @@ def test_an_endless_evaluation(trained, tmp_path):
 
 
 @pytest.mark.slow
-@memory_too
-def test_video(case, trained, tmp_path):
-    """A file for each episode, in the run's folder."""
+@pytest.mark.parametrize("case", [DISCRETE, LSTM], ids=repr)
+def test_capture_video_writes_a_file_for_each_episode(case, trained, tmp_path):
     torch.save(load(trained(case).checkpoint), tmp_path / "checkpoint.pt")
-    kwargs = '{"render_mode": "rgb_array"}'  # also where it is given twice
-    words = ["--env-id", case.walk, "--env-kwargs", kwargs, "--capture-video", "--eval-episodes", 2]
+    words = ["--env-id", case.walk, "--capture-video", "--eval-episodes", 2]
     assert call(case, tmp_path, "--evaluate", "checkpoint.pt", *words).status == 0
     assert len(list((tmp_path / "videos").glob("*.mp4"))) == 2
 
 
 @memory_too
-def test_train_returns_results(case, tmp_path, monkeypatch):
-    """The checkpoint, the training return, and the returns of the evaluation's episodes; or it raises."""
+def test_train_returns_the_checkpoint_the_training_return_and_the_greedy_returns(case, tmp_path, monkeypatch):
+    """It raises a ValueError if a setting is refused."""
     monkeypatch.chdir(tmp_path)
     user_envs.LOG.clear()
     changes = {"env_id": case.walk, "norm_obs": False, "total_timesteps": 300, "eval_episodes": 3}
@@ -163,10 +169,8 @@ def test_train_returns_results(case, tmp_path, monkeypatch):
     assert results["training_return"] == pytest.approx(np.mean(returns[:-3]))
 
 
-def test_what_make_env_returns_is_what_trains(monkeypatch):
-    """Attributes and methods that a user changes, wrappers, or the plain environment: CartPole has a vector
-    version of its own, which knows of none.
-    """
+def test_the_environment_that_make_env_returns_is_the_one_that_trains(monkeypatch):
+    """CartPole has a vector version of its own, which would ignore wrappers and changed attributes."""
     make_env = ppo.make_env
 
     def changed(args, **kwargs):
@@ -184,7 +188,7 @@ def test_what_make_env_returns_is_what_trains(monkeypatch):
     np.testing.assert_array_equal(after, other)
 
 
-def test_numbers_of_numpy_are_settings(tmp_path, monkeypatch):
+def test_numpy_numbers_are_accepted_as_settings(tmp_path, monkeypatch):
     """They are saved as plain numbers, so that the checkpoint loads."""
     monkeypatch.chdir(tmp_path)
     settings = {"learning_rate": np.float64(1e-3), "num_steps": np.int64(32), "total_timesteps": 300}
@@ -198,46 +202,24 @@ def test_numbers_of_numpy_are_settings(tmp_path, monkeypatch):
 
 
 @each_script
-def test_last_observations_may_be_nan(case, tmp_path):
-    """Where the task ended the episode, they count nowhere."""
+def test_a_terminal_observation_may_be_nan(case, tmp_path):
+    """It counts nowhere, since the task ended the episode."""
     run(case, tmp_path, env_kwargs='{"fault": "nan at the end"}')
     assert all(torch.isfinite(x).all() for x in load(checkpoint_in(tmp_path))["agent"].values())
 
 
-ODD = ("episode", "float16", "vector", "gradients", "nothing", "memory")
-
-
-@memory_too
-@pytest.mark.parametrize("habit", ODD)
-def test_environments_that_do_odd_things(case, habit, tmp_path):
-    """What they report besides has no effect; rewards may have any type; they may compute gradients.
-
-    Returns and lengths are those of the environment, and nothing of a step is kept after it.
-    """
-    odd = case.walk.replace("Walk", "Odd")
-    run(case, tmp_path, env_id=odd, env_kwargs=f'{{"habit": "{habit}"}}')
+def test_an_environments_own_episode_info_does_not_change_the_returns(tmp_path):
+    """Some environments report an entry "episode" of their own, in other words than Gymnasium's."""
+    run(DISCRETE, tmp_path, env_id="user_envs:OwnInfo-v0")
     data = curves(checkpoint_in(tmp_path).parent)
     played = {value for value, _ in user_envs.LOG["episodes"]}
     for name in ("charts/episodic_return_min", "charts/episodic_return_max"):
         assert {*data[name].values()} <= played
     assert max(data["charts/episodic_length"].values()) <= 12
-    gc.collect()
-    assert user_envs.Image.alive <= 8
 
 
-def test_returns_are_summed_in_float64(tmp_path):
-    """2,049 rewards of 1 are 2,049, whatever their type is."""
-    kwargs = '{"habit": "float16", "endless": true}'
-    args = DISCRETE.make_args(env_id="user_envs:Odd-v0", env_kwargs=kwargs, num_envs=1, num_steps=4000)
-    envs, agent, rollout = DISCRETE.begin(args)
-    ppo.collect_rollout(envs, agent, rollout, args)
-    assert rollout.episode_returns[0] == rollout.rewards.sum(dtype=np.float64) > 2049
-    assert rollout.episode_lengths[0] == 4000
-    envs.close()
-
-
-def test_rewards_that_all_look_the_same_are_seen(tmp_path):
-    """Rewards of 100 and 101 in episodes of one step: scaled, nearly all are at the limit of ±10."""
+def test_the_share_of_rewards_that_scaling_clips_is_logged(tmp_path):
+    """Rewards of 100 and 101 in episodes of one step are clipped at ±10, and look the same."""
     run(DISCRETE, tmp_path, env_id="user_envs:Bandit-v0", total_timesteps=1000)
     assert min(curves(checkpoint_in(tmp_path).parent)["losses/reward_clipfrac"].values()) > 0.9
     (tmp_path / "usual").mkdir()
@@ -246,8 +228,8 @@ def test_rewards_that_all_look_the_same_are_seen(tmp_path):
 
 
 @memory_too
-def test_evaluations_are_the_same_whatever_was_drawn_before(case, trained, tmp_path):
-    """Also where environments draw from global generators, also when they are made."""
+def test_an_evaluation_does_not_depend_on_random_numbers_drawn_before(case, trained, tmp_path):
+    """Environments may draw from global generators."""
     draws, drawn = case.walk.replace("Walk", "Draws"), []
     path, content = tmp_path / "checkpoint.pt", load(trained(case).checkpoint)
     content["args"]["env_id"] = draws

@@ -1,4 +1,4 @@
-"""The equations, each against an independent computation: NumPy or torch.distributions, in float64."""
+"""Each equation equals an independent computation, by NumPy or torch.distributions, in float64."""
 
 import itertools
 
@@ -36,8 +36,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 @atari_too
 @FAST
 @given(seed=SEEDS, rows=st.integers(1, 5), actions=st.integers(1, 6), scale=st.sampled_from([0.0, 1.0, 20.0]))
-def test_distributions(case, seed, rows, actions, scale):
-    """log π(a|s), H(π) and KL(π_old ‖ π) are those of torch.distributions."""
+def test_log_prob_entropy_and_kl_equal_those_of_torch_distributions(case, seed, rows, actions, scale):
     script, (old, new, chosen) = case.script, case.random_policies(seed, rows, actions, scale)
     p, q = case.distribution(old), case.distribution(new)
     for result, expected in (
@@ -62,7 +61,7 @@ def test_distributions(case, seed, rows, actions, scale):
     gae_lambda=st.sampled_from([0.0, 0.3, 0.95, 1.0]),
 )
 def test_gae_is_the_sum_of_discounted_deltas(seed, steps, envs, chance, gamma, gae_lambda):
-    """A is Σ (γλ)^l δ_{t+l} up to the episode's end, returns are A + V; filler rows influence no others."""
+    """The sum goes to the episode's end. Returns are A + V. Filler rows do not influence others."""
     rng = np.random.default_rng(seed)
     terminated, truncated, valid = random_ends(rng, steps, envs, chance)
     valid[0] &= terminated[0] | truncated[0] | (rng.random(envs) < 0.5)  # a filler row may come first
@@ -80,7 +79,7 @@ def test_gae_is_the_sum_of_discounted_deltas(seed, steps, envs, chance, gamma, g
 
 
 class Given:
-    """In the place of an agent: its policy and its values are given."""
+    """A stand-in for an agent whose policy and values are given."""
 
     def __init__(self, policy, values):
         self.given_policy, self.given_values = policy, values
@@ -95,12 +94,12 @@ class Given:
         return self.given_policy, self.given_values
 
 
-WEIGHTED = ATARI, LSTM  # their batches have filler rows, whose weight is 0
+WEIGHTED = ATARI, LSTM  # in their batches, filler rows have a weight of 0
 COEFFICIENTS = "learning_rate", "clip_coef", "kl_coef", "ent_coef"
 
 
 def random_batch(case, seed, rows=12):
-    """Policies and values of the current networks, and a batch of what the old ones made; in float64."""
+    """Return policies and values of the current networks, and a batch of old ones, in float64."""
     generator = torch.Generator().manual_seed(seed)
     old, new, actions = case.random_policies(seed, rows, case.num_actions, 1.0)
     noise = torch.randn(5, rows, D, generator=generator, dtype=torch.float64)
@@ -114,7 +113,7 @@ def random_batch(case, seed, rows=12):
 
 
 def reference_loss(case, policy, values, batch, args, surrogate, coefficients):
-    """The loss and its metrics, by torch.distributions."""
+    """Compute the loss and its metrics by torch.distributions."""
     epsilon = coefficients["clip_coef"]
     if case in WEIGHTED:
         rows = batch.weights == 1
@@ -152,8 +151,8 @@ SURROGATES = (DISCRETE, "clip"), (DISCRETE, "kl-penalty"), (CONTINUOUS, "clip"),
 @pytest.mark.parametrize(("case", "surrogate"), [*SURROGATES, (ATARI, "clip"), (LSTM, "clip")], ids=repr)
 @pytest.mark.parametrize("clip_vloss", BOOLS)
 @pytest.mark.parametrize("norm_adv", BOOLS)
-def test_loss(case, surrogate, clip_vloss, norm_adv):
-    """Loss, metrics and gradients are the reference's; the state's coefficients count, not the settings'."""
+def test_ppo_loss_its_gradients_and_metrics_equal_the_reference(case, surrogate, clip_vloss, norm_adv):
+    """The loss uses the coefficients of the state, which may have been adapted, not those of the settings."""
     coefficients = {"clip_coef": 0.15, "kl_coef": 1.7, "ent_coef": 0.3}
     settings = {"norm_adv": norm_adv, "vf_coef": 0.8}
     settings |= {} if case is LSTM else {"clip_vloss": clip_vloss}
@@ -188,8 +187,7 @@ def test_loss(case, surrogate, clip_vloss, norm_adv):
     assert sides == set(itertools.product((-1, 0, 1), BOOLS))  # all ways to be clipped occurred
 
 
-def test_equal_advantages():
-    """With norm_adv, advantages that are all equal become 0, not NaN."""
+def test_equal_advantages_are_normalised_to_0_and_not_to_nan():
     policy, values, batch = random_batch(DISCRETE, 3)
     batch = batch._replace(advantages=torch.full_like(batch.advantages, 2.0))
     args = DISCRETE.make_args(ent_coef=0.0)
@@ -203,7 +201,7 @@ def test_equal_advantages():
 
 
 def new_agent(case):
-    """An agent as training begins with it."""
+    """Return a new agent, as training begins with it."""
     torch.manual_seed(0)
     args = case.make_args()
     if case is ATARI:
@@ -215,11 +213,8 @@ ALL = DISCRETE, CONTINUOUS, ATARI, LSTM
 
 
 @pytest.mark.parametrize("case", ALL, ids=repr)
-def test_initial_weights(case):
-    """Biases are 0, and weights orthogonal: W Wᵀ is a multiple of the identity, 2 in hidden layers.
-
-    Those of an LSTM's gates have no gain. The actor's last layer is near 0, the critic's is 1.
-    """
+def test_initial_weights_are_orthogonal_and_biases_0(case):
+    """W Wᵀ is 2 I in hidden layers, near 0 in the actor's last layer, and I in the critic's."""
     agent = new_agent(case)
     for name, layer in agent.named_modules():
         if not hasattr(layer, "weight"):
@@ -233,8 +228,8 @@ def test_initial_weights(case):
 
 
 @pytest.mark.parametrize("case", ALL, ids=repr)
-def test_the_first_policy(case):
-    """Discrete: nearly uniform, in all states. Continuous: means near 0, deviations of --init-log-std."""
+def test_a_new_policy_is_nearly_uniform_or_has_means_near_0(case):
+    """It does not depend on the state. Standard deviations are those of --init-log-std."""
     agent = new_agent(case)
     obs = torch.randn(50, D)
     with torch.no_grad():
@@ -258,8 +253,7 @@ def test_the_first_policy(case):
 @pytest.mark.parametrize("script", [ppo, ppo_gpu])
 @FAST
 @given(seed=SEEDS, offset=st.floats(-1e3, 1e3), scale=st.sampled_from([0.1, 1.0, 30.0]))
-def test_running_moments(script, seed, offset, scale):
-    """Batches of any sizes merge to the mean and population variance of all data at once."""
+def test_running_moments_of_batches_equal_mean_and_variance_of_all_data(script, seed, offset, scale):
     rng = np.random.default_rng(seed)
     moments, data = script.RunningMoments(2), np.zeros((0, 2))
     for size in rng.integers(1, 20, 6):
@@ -272,8 +266,8 @@ def test_running_moments(script, seed, offset, scale):
     assert moments.count == len(data)
 
 
-def test_normalize():
-    """(x - mean) / std, clipped to ±10; numbers bounded by 0 and 1 stay as they are."""
+def test_observations_are_normalised_and_clipped_unless_they_are_bounded_by_0_and_1():
+    """The formula is (x - mean) / std, clipped to ±10."""
     space = spaces.Box(np.float32([-1, 0, 0, 0]), np.float32([1, 1, 5, np.inf]))
     agent = DISCRETE.make_agent(DISCRETE.make_args(), obs_space=space)
     obs = torch.tensor([[0.0, 1.0, 0.5, 3.0], [3.0, 0.25, -2.0, 7.0], [1e4, 50.0, -1e4, 1.0]])
@@ -293,9 +287,9 @@ def test_normalize():
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
-@pytest.mark.parametrize("garbage", [0.0, 123.0])
-def test_rewards_are_scaled(gamma, garbage):
-    """Over several rollouts: rewards over the deviation of all discounted returns so far, clipped to ±10."""
+def test_rewards_are_divided_by_the_deviation_of_all_discounted_returns_so_far(gamma):
+    """They are, over several rollouts, and clipped to ±10. Rewards of filler rows do not count."""
+    garbage = 123.0
     args = DISCRETE.make_args(num_steps=40, num_envs=6, gamma=gamma)
     agent, rng, largest = DISCRETE.make_agent(args), np.random.default_rng(2), 0
     agent.return_moments = ppo.RunningMoments(1)
@@ -323,7 +317,7 @@ def test_rewards_are_scaled(gamma, garbage):
 
 
 def adjusted(args, state, script=ppo, **metrics):
-    """The coefficients of the next iteration, after one with these metrics, if any."""
+    """Return the coefficients of the next iteration, after one with these metrics, if any."""
     vars(state).update(metrics)
     script.adjust_coefficients(state, args)
     return {name: getattr(state, name) for name in COEFFICIENTS if hasattr(state, name)}
@@ -332,7 +326,7 @@ def adjusted(args, state, script=ppo, **metrics):
 @each_script
 @pytest.mark.parametrize(("anneal_lr", "anneal_ent_coef"), list(itertools.product(BOOLS, BOOLS)))
 def test_schedules_are_linear_in_the_remaining_steps(case, anneal_lr, anneal_ent_coef):
-    """The initial coefficients times the remaining share of steps; without --adapt, the KL moves nothing."""
+    """Without --adapt, the KL divergence changes no coefficient."""
     changes = {"anneal_lr": anneal_lr, "anneal_ent_coef": anneal_ent_coef}
     args = case.make_args(total_timesteps=1000, **changes)
     state = case.make_state(args)
@@ -353,8 +347,8 @@ ADAPTED = [  # a coefficient, its factor if the KL is too high, and its bounds
 
 @each_script
 @pytest.mark.parametrize(("name", "factor", "bounds"), ADAPTED, ids=repr)
-def test_adapt(case, name, factor, bounds):
-    """Each choice moves its coefficient alone, once the KL is 1.5 times off, and within its bounds."""
+def test_adapt_moves_its_coefficient_alone_once_the_kl_is_1_5_times_off(case, name, factor, bounds):
+    """The coefficient stays within its bounds."""
     surrogate = "kl-penalty" if name == "kl_coef" else "clip"
     settings = {"anneal_lr": False, "learning_rate": 1e-2, "clip_coef": 0.1, "surrogate": surrogate}
     args = case.make_args(adapt=name.replace("_", "-"), **settings)
@@ -377,8 +371,7 @@ def test_adapt(case, name, factor, bounds):
 
 
 @each_script
-def test_adapted_learning_rate_stays_below_the_scheduled(case):
-    """--learning-rate, annealed, is its upper limit, to the end."""
+def test_an_adapted_learning_rate_stays_below_the_annealed_one(case):
     args = case.make_args(adapt="learning-rate", total_timesteps=1000, learning_rate=0.004)
     same, rises, falls, last = (750, 5e-4, 0.02), (750, 5e-4, 0.001), (750, 0.009, 0.02), (999, 1e-5, 0.02)
     for (step, rate, kl), expected in ((same, 5e-4), (rises, 7.5e-4), (falls, 1e-3), (last, 4e-6)):
@@ -389,8 +382,8 @@ def test_adapted_learning_rate_stays_below_the_scheduled(case):
 
 
 @each_script
-def test_target_entropy(case):
-    """The coefficient rises by a tenth below the tolerance, falls above it, and is never 0."""
+def test_target_entropy_raises_the_coefficient_below_it_and_lowers_it_above(case):
+    """It does so by a tenth, outside a tolerance. The coefficient never becomes 0."""
     args = case.make_args(target_entropy=1.0, ent_coef=0.02, anneal_ent_coef=True)
     for entropy, factor in ((0.94, 1.1), (0.96, 1), (1.04, 1), (1.06, 1 / 1.1)):
         state = case.make_state(args)

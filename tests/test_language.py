@@ -1,6 +1,6 @@
-"""ppo_rlhf.py and grpo.py: equations against independent computations and TRL's, models, and runs.
+"""Check ppo_rlhf.py and grpo.py: equations against independent computations and TRL's, models, and runs.
 
-What the scripts have in common is the same text in both (tools/copies.py), and is tested in ppo_rlhf.py.
+Text that both scripts have in common (tools/copies.py) is tested in one of them.
 """
 
 import json
@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -17,40 +16,57 @@ from itertools import combinations_with_replacement, product
 from types import SimpleNamespace
 from unittest import mock
 
-import graph_emulator
 import language_helpers as shared
 import numpy as np
 import optimum
 import pytest
 import torch
 from helpers import ROOT, call, checkpoint_in, curves, flags, load, same
-from language_helpers import STOP, Digits, flat, loss_of, new_models, random_batch, random_gpt, to_responses
+from language_helpers import (
+    STOP,
+    Digits,
+    completions,
+    failing,
+    first_digit,
+    flat,
+    gradient,
+    kept,
+    loss_of,
+    make_task,
+    new_models,
+    prompt_and_length,
+    random_batch,
+    random_gpt,
+    real_args,
+    run_process,
+    to_responses,
+    tokens_of,
+)
 from torch import nn
 
 import grpo
 import ppo_rlhf as rlhf
 
-both = pytest.mark.parametrize("script", [rlhf, grpo], ids=lambda script: script.__name__)
+
+def label(part):
+    """Return the name of a script or function, and any other part of a case as it is."""
+    return getattr(part, "__name__", str(part))
+
+
+both = pytest.mark.parametrize("script", [rlhf, grpo], ids=label)
 LENGTH, BETA = 3, 0.3
-AGGREGATIONS = ["sequence-mean", "token-mean", "constant"]
 
 
-def gradient(loss, model):
-    """The gradient of a loss as one vector."""
-    gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, materialize_grads=True)
-    return flat(gradients)
+# Exact gradients: expectations over all responses
 
 
 def relative_error(estimate, truth):
     return ((estimate - truth).norm() / truth.norm()).item()
 
 
-# Exact gradients: expectations over all responses
-
-
 @pytest.fixture(scope="module")
 def everything():
-    """All 40 responses of at most 3 tokens from a vocabulary of 4, with an actor, a reference and scores."""
+    """Return all 40 responses of at most 3 tokens from a vocabulary of 4, with networks and scores."""
     rows = []
     for length in range(1, LENGTH + 1):
         for row in product(range(4), repeat=length):
@@ -66,14 +82,14 @@ def sequence_log_probs(model, batch):
 
 
 def true_gradient(everything, beta=BETA):
-    """∇J for J = E[score] - β KL(π ‖ π_ref), summed over all responses."""
+    """Return ∇J of J = E[score] - β KL(π ‖ π_ref), summed over all responses."""
     batch, actor, reference, scores = everything
     log_probs, ref_log_probs = sequence_log_probs(actor, batch), sequence_log_probs(reference, batch).detach()
     return gradient((log_probs.exp() * (scores - beta * (log_probs - ref_log_probs))).sum(), actor)
 
 
 def expected_ppo_gradient(everything, estimator=lambda kl: kl, learn_stop=True):
-    """The expectation of the gradient of -ppo_loss, with λ = 1 and a random critic."""
+    """Return the expectation of the gradient of -ppo_loss, with λ = 1 and a random critic."""
     batch, actor, reference, scores = everything
     critic, args = shared.random_critic(3), rlhf.Args()
     with torch.no_grad():
@@ -91,7 +107,7 @@ def expected_ppo_gradient(everything, estimator=lambda kl: kl, learn_stop=True):
 
 
 def test_expected_ppo_gradient_is_that_of_the_objective(everything):
-    """With k3 in the reward, or without the stop token, it is not."""
+    """With k3 in the reward, or if the stop token is not learnt, it is another gradient."""
     batch, actor, *_ = everything
     assert sequence_log_probs(actor, batch).exp().sum().item() == pytest.approx(1, abs=1e-6)
     truth = true_gradient(everything)
@@ -101,13 +117,19 @@ def test_expected_ppo_gradient_is_that_of_the_objective(everything):
     assert relative_error(expected_ppo_gradient(everything, learn_stop=False), truth) > 0.1
 
 
-def all_prefixes():
-    """Beginnings of responses, without a stop token."""
-    return [prefix for length in range(LENGTH) for prefix in product([0, 2, 3], repeat=length)]
+def policies_after_prefixes(*models):
+    """Yield the probability of each beginning of a response, and log π of each model for the next token."""
+    for length in range(LENGTH):
+        for prefix in product([0, 2, 3], repeat=length):
+            tokens = torch.tensor([[2, 3, *prefix]])
+            inputs = rlhf.model_inputs(tokens, torch.ones_like(tokens, dtype=torch.bool))
+            log_policies = [model(**inputs).logits[0].log_softmax(-1) for model in models]
+            reach = sum(log_policies[0][1 + i, token].item() for i, token in enumerate(prefix))
+            yield math.exp(reach), [log_policy[-1] for log_policy in log_policies]
 
 
-def test_entropy_bonus(everything):
-    """Its expected gradient is that of the entropy after each prefix, times the prefix's probability."""
+def test_expected_gradient_of_the_entropy_bonus_is_that_of_the_entropy(everything):
+    """The entropy after each prefix counts with the prefix's probability."""
     batch, actor, reference, _ = everything
     log_probs = rlhf.token_log_probs(actor, batch, 1.0).detach()
     zeros, probs = torch.zeros_like(log_probs), sequence_log_probs(actor, batch).exp().detach()
@@ -116,17 +138,13 @@ def test_entropy_bonus(everything):
     parts = [shared.rows_of(learnt, slice(i, i + 1)) for i in range(len(probs))]
     losses = torch.stack([rlhf.ppo_loss(models, part, torch.tensor(1), args)[0] for part in parts])
     bonus, total = -gradient((probs * losses).sum(), actor), torch.zeros((), dtype=torch.float64)
-    for prefix in all_prefixes():
-        tokens = torch.tensor([[2, 3, *prefix]])
-        inputs = rlhf.model_inputs(tokens, torch.ones_like(tokens, dtype=torch.bool))
-        log_policy = actor(**inputs).logits[0].log_softmax(-1)
-        reach = sum(log_policy[1 + i, token].item() for i, token in enumerate(prefix))
-        total = total - math.exp(reach) * (log_policy[-1].exp() * log_policy[-1]).sum()
+    for probability, (log_policy,) in policies_after_prefixes(actor):
+        total = total - probability * (log_policy.exp() * log_policy).sum()
     assert relative_error(bonus, 0.7 * gradient(total, actor)) < 1e-5
 
 
 def expected_grpo_gradient(everything, **settings):
-    """The expectation of the gradient of -grpo_loss over all groups of two."""
+    """Return the expectation of the gradient of -grpo_loss over all groups of two."""
     batch, actor, reference, scores = everything
     args = grpo.Args(group_size=2, batch_size=1, num_minibatches=1, max_response_length=1, **settings)
     log_probs = grpo.token_log_probs(actor, batch, 1.0)
@@ -147,7 +165,7 @@ def expected_grpo_gradient(everything, **settings):
 
 
 def test_expected_grpo_gradient_is_that_of_the_objective(everything):
-    """Times 1 - 1/G, without scaling; with it, it has another direction."""
+    """Without scaling, it is that gradient times 1 - 1/G. With scaling, it has another direction."""
     truth = true_gradient(everything)
     estimate = expected_grpo_gradient(everything, kl_coef=BETA, scale_rewards="none")
     assert relative_error(2 * estimate, truth) < 1e-5
@@ -155,17 +173,13 @@ def test_expected_grpo_gradient_is_that_of_the_objective(everything):
     assert relative_error((scaled @ truth) / scaled.square().sum() * scaled, truth) > 0.01
 
 
-def test_kl_in_the_loss_has_another_gradient(everything):
-    """Token by token, k3 has that of KL(π_ref ‖ π), with the probability of the tokens before held fixed."""
+def test_kl_in_the_loss_has_the_gradient_of_the_reverse_kl_token_by_token(everything):
+    """For each token, k3 has the gradient of KL(π_ref ‖ π), where the probability of a prefix is fixed."""
     _, actor, reference, _ = everything
     total = torch.zeros((), dtype=torch.float64)
-    for prefix in all_prefixes():
-        tokens = torch.tensor([[2, 3, *prefix]])
-        inputs = rlhf.model_inputs(tokens, torch.ones_like(tokens, dtype=torch.bool))
-        log_p, log_q = (model(**inputs).logits[0].log_softmax(-1) for model in (actor, reference))
-        reach = sum(log_p[1 + i, token].item() for i, token in enumerate(prefix))
-        log_p, log_q = log_p[-1], log_q[-1].detach()
-        total = total + math.exp(reach) * (log_q.exp() * (log_q - log_p)).sum()
+    for probability, (log_p, log_q) in policies_after_prefixes(actor, reference):
+        log_q = log_q.detach()
+        total = total + probability * (log_q.exp() * (log_q - log_p)).sum()
     score_part = true_gradient(everything, beta=0.0) / 2  # 1 - 1/G
     estimate = expected_grpo_gradient(everything, kl_in="loss", kl_coef=BETA, scale_rewards="none")
     assert relative_error(score_part - estimate, BETA * gradient(total, actor)) < 1e-4
@@ -173,14 +187,12 @@ def test_kl_in_the_loss_has_another_gradient(everything):
     assert relative_error(2 * matched, true_gradient(everything)) > 0.02
 
 
-def test_sequence_ratio(everything):
-    """At a ratio of 1: as tokens' ratios with a constant weight; with the mean, each response counts once."""
+def test_sequence_ratio_has_the_gradient_of_token_ratios_at_a_ratio_of_1(everything):
+    """With the aggregation sequence-mean, each response counts once."""
     batch, actor, _, scores = everything
     unscaled = {"scale_rewards": "none", "ratio": "sequence"}
-    assert (
-        relative_error(2 * expected_grpo_gradient(everything, **unscaled), true_gradient(everything, 0))
-        < 1e-5
-    )
+    estimate = expected_grpo_gradient(everything, **unscaled)
+    assert relative_error(2 * estimate, true_gradient(everything, 0)) < 1e-5
     log_probs = sequence_log_probs(actor, batch)
     probs = log_probs.exp().detach()
     advantages = (scores - (probs * scores).sum()) / 2
@@ -189,13 +201,13 @@ def test_sequence_ratio(everything):
     assert relative_error(estimate, truth) < 1e-5
 
 
-# Advantages
+# Advantages and losses
 
 
 @pytest.mark.parametrize("scale", ["none", "group"])
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
-def test_group_advantages(scale, kl_in):
-    """Group by group in NumPy; groups of equal scores are never scaled."""
+def test_group_advantages_are_those_of_numpy(scale, kl_in):
+    """Each group is computed by itself. Groups of equal scores are not scaled."""
     scores, kl = np.random.default_rng(0).normal(3, [[2], [9]], size=(2, 24)).astype(np.float32)
     scores[4:8], kl[8:12] = 1.5, 2 * scores[8:12]
     args = grpo.Args(group_size=4, scale_rewards=scale, kl_in=kl_in, kl_coef=0.2)
@@ -211,12 +223,9 @@ def test_group_advantages(scale, kl_in):
     assert kl_in == "loss" or larger == {True, False}
 
 
-# Losses
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_loss_weights(aggregation):
-    """The weighted sum is the mean that the aggregation names; those of its parts add up to it."""
+@pytest.mark.parametrize("aggregation", ["sequence-mean", "token-mean", "constant"])
+def test_weighted_losses_add_up_to_the_mean_that_the_aggregation_names(aggregation):
+    """The sums of the parts of a minibatch add up to it, too."""
     lengths, width = [3, 1, 4, 2], 6
     mask = torch.arange(4) < torch.tensor(lengths).unsqueeze(1)
     losses = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -234,8 +243,8 @@ def test_loss_weights(aggregation):
 
 
 @pytest.mark.parametrize(("kl_in", "kind"), [("reward", "token"), ("loss", "token"), ("reward", "sequence")])
-def test_grpo_loss_token_by_token(kl_in, kind):
-    """The loss and the metrics, one token after the other; of the fourth response, nothing is learnt."""
+def test_grpo_loss_and_metrics_are_those_of_a_loop_over_tokens(kl_in, kind):
+    """The fourth response is one from which nothing is learnt."""
     args = grpo.Args(kl_in=kl_in, kl_coef=BETA, loss_aggregation="token-mean", ratio=kind)
     args.clip_coef, args.clip_coef_high = 0.1, 0.25
     batch, models = random_batch(grpo), new_models(grpo)
@@ -260,8 +269,7 @@ def test_grpo_loss_token_by_token(kl_in, kind):
 
 
 @pytest.mark.parametrize("more", [{}, {"clip_vloss": True, "ent_coef": 0.2}], ids=str)
-def test_ppo_loss_token_by_token(more):
-    """The loss, the metrics and the critic's gradient, one token after the other."""
+def test_ppo_loss_metrics_and_critic_gradient_are_those_of_a_loop_over_tokens(more):
     args = rlhf.Args(clip_coef=0.3, **more)
     batch, models = random_batch(rlhf), new_models(rlhf)
     log_probs, values = rlhf.token_log_probs(models.actor, batch, 1.0), models.critic(batch)
@@ -294,8 +302,8 @@ def test_ppo_loss_token_by_token(more):
 
 
 @pytest.mark.parametrize("has_weight", [True, False], ids=["hidden-states", "logits"])
-def test_log_probs_and_their_gradient(has_weight):
-    """Those of log_softmax, and of the entropy, also in autocast; an impossible token has no part in them."""
+def test_log_probs_entropy_and_gradients_are_those_of_log_softmax(has_weight):
+    """Autocast does not round them. A token with probability 0 adds nothing to the entropy."""
     torch.manual_seed(0)
     tokens, (weights, others) = torch.randint(5, (700, 1)), torch.randn(2, 700, 1)
     hidden, weight = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (700, 6))
@@ -326,8 +334,8 @@ def test_log_probs_and_their_gradient(has_weight):
 
 
 @both
-def test_padding_changes_nothing(script):
-    """Neither what stands in the padding of a response, nor a wider prompt, nor which token is padding."""
+def test_padding_changes_neither_gradients_nor_metrics(script):
+    """The tokens in the padding differ, and so do the widths of prompts."""
     batch, results = random_batch(script), []
     for padding in (0, STOP, 3):
         prompts = nn.functional.pad(batch.prompts[:, 1:], (padding, 0), value=padding)
@@ -342,9 +350,22 @@ def test_padding_changes_nothing(script):
         torch.testing.assert_close(results[0], other, atol=1e-5, rtol=1e-5)
 
 
+def test_the_critic_gives_values_before_each_token_and_after_the_last():
+    """They are the outputs of trunk and head for the same row without padding."""
+    batch, critic = random_batch(rlhf), shared.random_critic(3)
+    for i, (prompt, response) in enumerate(zip(*tokens_of(batch), strict=True)):
+        tokens = torch.tensor([prompt + response])
+        inputs = rlhf.model_inputs(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        expected = critic.head(critic.trunk(**inputs).last_hidden_state.float())[0, len(prompt) - 1 :, 0]
+        torch.testing.assert_close(critic(batch)[i, : len(response) + 1], expected)
+
+
+# TRL
+
+
 @pytest.fixture(scope="module")
 def make_trainer(folder, tmp_path_factory):
-    """A function that makes TRL's trainer for the tiny Llama, without dropout."""
+    """Return a function that makes TRL's trainer of the tiny Llama, without dropout."""
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     prompts = datasets.Dataset.from_dict({"prompt": ["ab", "cde"] * 8})
@@ -365,7 +386,7 @@ def make_trainer(folder, tmp_path_factory):
 
 @pytest.mark.slow
 def test_grpo_loss_and_gradient_are_those_of_trl(make_trainer):
-    """For each aggregation, with k3 in the loss."""
+    """All of TRL's aggregations are compared, with k3 in the loss."""
     trainer = make_trainer(lambda completions, **_: [0.0] * len(completions), beta=0.1)
     trainer.args.use_bias_correction_kl = False
     model = trainer.accelerator.unwrap_model(trainer.model)
@@ -398,7 +419,6 @@ def test_grpo_loss_and_gradient_are_those_of_trl(make_trainer):
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", ["none", "group"])
 def test_advantages_are_those_of_trl(make_trainer, scale):
-    """As their trainer computes them from random rewards."""
     given = []
 
     def reward(completions, **_):
@@ -412,22 +432,18 @@ def test_advantages_are_those_of_trl(make_trainer, scale):
     torch.testing.assert_close(grpo.group_advantages(given[-1], torch.zeros(8), args), theirs)
 
 
-def make_task(prompts, script=rlhf, **functions):
-    """A task of prompts that are written as digits."""
-    rows = [{"prompt": prompt} for prompt in prompts]
-    return script.Task(Digits(), [STOP], rows, rows[::-1], functions)
+# Sampling
 
 
-@both
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_sampling(script, temperature):
-    """Responses end at a stop token; log-probabilities and frequencies are those without a cache."""
+def test_responses_are_sampled_from_the_policy_and_end_at_a_stop_token():
+    """Log-probabilities and frequencies are those of the policy without a cache, at a temperature of 0.5."""
     torch.manual_seed(0)
-    actor, task = random_gpt(1), make_task(["0 2 3", "2"], script)
+    temperature = 0.5
+    actor, task = random_gpt(1), make_task(["0 2 3", "2"])
     task.stop_tokens[:] = [STOP, 3]
-    args = script.Args(temperature=temperature, max_response_length=4, generation_batch_size=700)
-    batch, sampled = script.generate(actor, task, task.prompts * 1000, args)
-    log_probs = script.token_log_probs(actor, batch, temperature)
+    args = rlhf.Args(temperature=temperature, max_response_length=4, generation_batch_size=700)
+    batch, sampled = rlhf.generate(actor, task, task.prompts * 1000, args)
+    log_probs = rlhf.token_log_probs(actor, batch, temperature)
     torch.testing.assert_close(sampled[batch.mask], log_probs[batch.mask], atol=1e-5, rtol=1e-5)
     assert batch.prompts[:2].tolist() == [[0, 2, 3], [0, 0, 2]]
     assert batch.prompt_mask[:2].tolist() == [[True] * 3, [False, False, True]]
@@ -440,15 +456,15 @@ def test_sampling(script, temperature):
     assert torch.equal(batch.mask, torch.arange(4) < lengths.unsqueeze(1))
     for start, prompt in enumerate(("0 2 3", "2")):
         tokens = torch.tensor([Digits().encode(prompt)])
-        inputs = script.model_inputs(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        inputs = rlhf.model_inputs(tokens, torch.ones_like(tokens, dtype=torch.bool))
         policy = (actor(**inputs).logits[0, -1] / temperature).softmax(0)
         frequency = batch.responses[start::2, 0].bincount(minlength=4) / 1000
         assert (frequency - policy).abs().max() < 0.06
     assert not torch.equal(batch.responses[:700], batch.responses[700:1400])
 
 
-def test_texts_and_tokens():
-    """`tokenize` gives prompts on the right and responses that end with a stop token, cut off; and back."""
+def test_texts_are_tokenized_with_a_stop_token_and_cut_off():
+    """`decode` gives back the texts, without the stop token."""
     task, args = make_task(["2 3", "3"]), rlhf.Args(max_response_length=4)
     batch = rlhf.tokenize(task, task.prompts, ["0 2", "2 2 2 2 2"], args)
     assert batch.prompts.tolist() == [[2, 3], [0, 3]]
@@ -458,18 +474,18 @@ def test_texts_and_tokens():
     assert rlhf.decode(task.tokenizer, batch) == ["0 2", "2 2 2 2"]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_generation_by_a_graph(name, precision, folder, monkeypatch):
-    """A recorded step writes what steps that are not recorded write, here on an emulator of CUDA graphs."""
+@pytest.mark.parametrize(
+    ("name", "precision"), [("llama", "float32"), ("gpt2", "float32"), ("llama", "bfloat16")]
+)
+def test_generation_by_a_cuda_graph_writes_the_same_responses(name, precision, folder, monkeypatch):
+    """On a CPU, the step that a graph would replay is computed each time."""
     args = real_args(grpo, folder, name, bfloat16=precision == "bfloat16", max_response_length=18)
     models, task = shared.pretrained(grpo, replace(args, kl_coef=0.0))
     actor, rows = models.actor.eval(), task.prompts * 8
     for p in actor.parameters():
         p.data *= 3 if p.dim() > 1 else 1  # far from uniform
     usual, log_probs = grpo.generate(actor, task, rows, replace(args, temperature=0.0))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph_emulator.CUDAGraph)
-    monkeypatch.setattr(torch.cuda, "graph", graph_emulator.graph)
+    monkeypatch.setattr(grpo, "record", lambda step: step)
     assert grpo.can_use_graphs(actor, replace(args, device="cuda"))
     assert not grpo.can_use_graphs(actor, replace(args, device="cuda", cuda_graphs=False))
     monkeypatch.setattr(grpo, "can_use_graphs", lambda *given: True)
@@ -489,8 +505,8 @@ def test_generation_by_a_graph(name, precision, folder, monkeypatch):
         assert STOP not in row[:-1]
 
 
-def test_rows_that_have_ended_are_dropped(folder):
-    """What is written for the others does not change: log π is that of learning."""
+def test_responses_that_have_ended_are_dropped_from_generation(folder):
+    """The other responses do not change: their log π is that of learning."""
     args = real_args(grpo, folder, max_response_length=16)
     models, task = shared.pretrained(grpo, args)
     task.stop_tokens[:], sizes = range(1, 16), []
@@ -507,8 +523,79 @@ def test_rows_that_have_ended_are_dropped(folder):
     assert torch.equal(ended.any(1), ended.gather(1, batch.mask.sum(1, keepdim=True) - 1).squeeze(1))
 
 
-def test_prompts_come_in_turn():
-    """All of them before any comes again; the order is that of the seed, wherever a run starts."""
+def test_greedy_responses_are_those_of_transformers(folder):
+    args = real_args(rlhf, folder, temperature=0.0)
+    models, task = shared.pretrained(rlhf, args)
+    batch, _ = rlhf.generate(models.eval().actor, task, task.prompts, args)
+    for prompt, response in zip(*tokens_of(batch), strict=True):
+        inputs = torch.tensor([prompt])
+        more = {"attention_mask": torch.ones_like(inputs), "pad_token_id": STOP}
+        theirs = models.actor.generate(inputs, do_sample=False, max_new_tokens=8, **more)
+        assert theirs[0, len(prompt) :].tolist() == response
+
+
+@both
+def test_each_stop_token_of_a_chat_model_ends_a_response(script, folder, tmp_path):
+    """The model's generation configuration names them. Prompts of messages are written by its template."""
+    shutil.copytree(folder / "llama", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 9]}')
+    args = real_args(script, folder, model=str(tmp_path))
+    models, task = shared.pretrained(script, args)
+    assert sorted(task.stop_tokens) == [STOP, 5, 9]
+    rows = task.prompts * 40
+    batch, _ = script.generate(models.actor, task, rows, args)
+    prompts, responses = tokens_of(batch)
+    assert "".join(shared.LETTERS[token] for token in prompts[7]) == "abz"
+    assert [shared.LETTERS[token] for token in prompts[1]] == ["a", "a"]
+    assert not any({STOP, 5, 9} & set(row[:-1]) for row in responses)
+    last = [row[-1] for row in responses]
+    assert {STOP, 5, 9} < set(last)
+    if script is rlhf:
+        rewards = script.score(models, task, rows, batch, replace(args, missing_eos_penalty=9.0))
+        assert rewards["missing_eos"].tolist() == [-9.0 * (token not in (STOP, 5, 9)) for token in last]
+    texts = script.decode(task.tokenizer, batch)
+    spelled = ["".join(shared.LETTERS[token] for token in row if token > STOP) for row in responses]
+    assert [text.replace(" ", "") for text in texts] == spelled
+
+
+def test_a_last_message_of_the_assistant_is_continued(folder):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "llama")
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.role[0] + message.content + 'x' }}{% endfor %}"
+        "{% if add_generation_prompt %}a{% endif %}"
+    )
+    question = {"role": "user", "content": "bc"}
+    texts = []
+    for messages in ([question], [question, {"role": "assistant", "content": "de"}]):
+        texts.append("".join(shared.LETTERS[token] for token in rlhf.encode(tokenizer, messages)))
+    assert texts == ["ubcxa", "ubcxade"]
+
+
+def test_a_prompt_has_one_start_token_and_no_end_token():
+    """The tokenizer appends an end token, and the prompt may begin with a start token, too."""
+    tokenizer = SimpleNamespace(bos_token_id=0, eos_token_id=1, encode=lambda text: [0, *map(int, text), 1])
+    assert rlhf.encode(tokenizer, "23") == [0, 2, 3]
+    assert rlhf.encode(tokenizer, "023") == [0, 2, 3]
+    tokenizer.encode = lambda text: list(map(int, text))
+    assert rlhf.encode(tokenizer, "23") == [2, 3]
+    assert rlhf.encode(tokenizer, "1") == [1]
+
+
+def test_sampling_that_disagrees_with_learning_stops_the_run():
+    """A model without a cache forgets the prompt in generation."""
+    difference, mask = torch.tensor([[0.1, -0.3, 9.0]]), torch.tensor([[True, True, False]])
+    metrics = rlhf.check_sampling(difference, mask)
+    assert list(metrics.values()) == pytest.approx([0.2, 0.3])
+    with pytest.raises(FloatingPointError, match="past_key_values"):
+        rlhf.check_sampling(5 * difference, mask)
+
+
+# Collecting and learning
+
+
+def test_all_prompts_are_used_before_any_comes_again():
+    """The seed decides their order, wherever a run starts."""
     prompts = [{"prompt": str(i)} for i in range(5)]
     endless = [row["prompt"] for row in rlhf.next_prompts(prompts, 0, 23, seed=1)]
     for start in range(0, 20, 5):
@@ -519,8 +606,8 @@ def test_prompts_come_in_turn():
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(3, 10**6), (100, 24), (100, 1)])
-def test_limits_of_micro_batches(rows, tokens):
-    """Each row is in one part, with all that is not padding; a part has one row at least."""
+def test_micro_batches_keep_their_limits_and_leave_out_only_padding(rows, tokens):
+    """Each row is in one part, and each part has a row at least."""
     batch, seen = random_batch(rlhf, size=23, width=6), []
     args = rlhf.Args(micro_batch_size=rows, micro_batch_tokens=tokens)
     chosen = torch.tensor([20, 1, 2, 3, 8, 9, 10, 11, 12, 22])
@@ -537,38 +624,16 @@ def test_limits_of_micro_batches(rows, tokens):
     assert tokens == 1 or len(seen) < 23
 
 
-# Collecting and learning
-
-
-def first_digit(rows, responses):
-    """A reward: the first token."""
-    return [float(response[:1] or 0) for response in responses]
-
-
-def prompt_and_length(rows, responses):
-    """A reward that depends on the prompt, too."""
-    return [len(row["prompt"]) - len(text) / 9 for row, text in zip(rows, responses, strict=True)]
-
-
-def kept(x, mask):
-    """What the mask keeps of each row."""
-    return [row[row_mask].tolist() for row, row_mask in zip(x, mask, strict=True)]
-
-
-def tokens_of(batch):
-    """The tokens of each prompt and of each response."""
-    return kept(batch.prompts, batch.prompt_mask), kept(batch.responses, batch.mask)
-
-
 @both
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_collect(script, temperature):
-    """Log-probabilities, rewards, advantages and metrics, computed again, response by response."""
+def test_collected_advantages_and_metrics_are_those_of_a_loop_over_responses(script):
+    """The update after that starts at a ratio of 1: log π is that of the policy that acts."""
     torch.manual_seed(0)
-    models = new_models(script)
+    models, temperature = new_models(script), 0.6
     functions = {"first": first_digit, "length": prompt_and_length}
     task = make_task(["2 3", "0 2 2"], script, **functions)
-    more = {"missing_eos_penalty": 0.7, "gae_lambda": 0.9} if script is rlhf else {"group_size": 4}
+    more = {"group_size": 4, "mask_truncated": True}
+    if script is rlhf:
+        more = {"missing_eos_penalty": 0.7, "gae_lambda": 0.9}
     settings = {"batch_size": 80, "micro_batch_size": 7, "max_response_length": 3, "temperature": temperature}
     args = script.Args(kl_coef=0.25, **settings, **more)
     batch, metrics, samples = script.collect(models, task, args)
@@ -620,6 +685,7 @@ def test_collect(script, temperature):
         np.testing.assert_allclose(batch.advantages, expected.flatten(), atol=1e-4)
         assert all(len(set(map(tuple, prompts[i : i + 4]))) == 1 for i in range(0, 80, 4))
         torch.testing.assert_close(batch.ref_log_probs[batch.mask], ref_log_probs[batch.mask])
+        assert batch.learnt.tolist() == stops
         special = {"frac_reward_zero_std": flat_groups.mean()}
     expected = special | {
         "reward": scores.mean(), "objective/kl": kl.mean(), "completions/mean_length": np.mean(lengths),
@@ -630,10 +696,11 @@ def test_collect(script, temperature):
     average, largest = (metrics[f"sampling/sampling_logp_difference/{name}"] for name in ("mean", "max"))
     assert 0 < average < largest < 1e-4
     assert 0 < np.mean(stops) < 1
+    optimizer = torch.optim.SGD(shared.groups_of(script, models), 0.0)
+    assert shared.update(script, models, optimizer, batch, args)["policy/approxkl_avg"] < 1e-9
 
 
-def test_grpo_without_kl_in_the_reward():
-    """In the loss, it leaves the advantages alone; without a reference, there is none."""
+def test_advantages_have_no_kl_if_it_is_in_the_loss_or_without_a_reference():
     task = make_task(["2 3"], grpo, first=first_digit)
     args = grpo.Args(batch_size=32, group_size=2, max_response_length=3, scale_rewards="none", kl_coef=0.5)
     for models, kl_in in ((new_models(grpo), "loss"), (grpo.Models(random_gpt(1), None), "reward")):
@@ -646,33 +713,18 @@ def test_grpo_without_kl_in_the_reward():
 
 
 def learning_args(script, **changes):
-    """Settings for batches of 16, with all terms of the loss."""
+    """Return settings with batches of 16 and all terms of the loss."""
     extra = {} if script is rlhf else {"kl_in": "loss", "kl_coef": BETA}
     return script.Args(**{"batch_size": 16, "num_minibatches": 2, **extra, **changes})
 
 
-@pytest.mark.parametrize("settings", [None, *AGGREGATIONS])
-def test_micro_batches_change_nothing(settings):
-    """Weights and metrics are the same for every size."""
-    script, more = (grpo, {"loss_aggregation": settings}) if settings else (rlhf, {})
-    batch, results = random_batch(script), []
-    for size in (64, 3, 1):
-        models, args = new_models(script), learning_args(script, micro_batch_size=size, **more)
-        optimizer = torch.optim.SGD(shared.groups_of(script, models), 0.1)
-        torch.manual_seed(5)
-        metrics = shared.update(script, models, optimizer, batch, args)
-        results.append((flat(models.parameters()), metrics))
-    for weights, metrics in results[1:]:
-        torch.testing.assert_close(weights, results[0][0], atol=1e-6, rtol=1e-5)
-        assert metrics == pytest.approx(results[0][1], rel=1e-4, abs=1e-6)
-    assert (results[0][0] - flat(new_models(script).parameters())).abs().max() > 1e-3
-
-
 @both
 @pytest.mark.parametrize("limit", [0.01, 100.0])
-def test_update_takes_clipped_steps(script, limit):
-    """Two passes over one minibatch are two steps of Adam; each network is clipped by itself."""
-    args = learning_args(script, num_minibatches=1, max_grad_norm=limit, temperature=0.7)
+def test_an_update_is_adam_with_the_gradient_of_each_network_clipped(script, limit):
+    """Two epochs of one minibatch are two steps. The size of micro-batches changes nothing."""
+    args = learning_args(script, num_minibatches=1, max_grad_norm=limit, temperature=0.7, micro_batch_size=3)
+    if script is grpo:
+        args.loss_aggregation = "token-mean" if limit < 1 else "sequence-mean"
     batch, models, direct = random_batch(script), new_models(script), new_models(script)
     optimizers = [torch.optim.Adam(shared.groups_of(script, x), 0.01, eps=1e-3) for x in (models, direct)]
     metrics = shared.update(script, models, optimizers[0], batch, args)
@@ -699,7 +751,7 @@ def test_update_takes_clipped_steps(script, limit):
 
 @both
 def test_each_epoch_has_each_response_once_in_a_new_order(script):
-    """The gradients and metrics of an epoch's minibatches have the mean of the whole batch's."""
+    """The gradients and metrics of an epoch's minibatches have the mean of those of the whole batch."""
     batch = shared.rows_of(random_batch(script), torch.arange(12))
     batch = batch._replace(mask=torch.ones_like(batch.mask))  # so that minibatches have as many tokens
     models, gradients, metrics = new_models(script), [], []
@@ -719,83 +771,100 @@ def test_each_epoch_has_each_response_once_in_a_new_order(script):
     assert not torch.allclose(parts[0], parts[3])
 
 
+def test_kl_coefficient_is_adapted_and_saved(folder, tmp_path, monkeypatch):
+    """It changes by a tenth of the relative error, which counts up to 20%."""
+    args = rlhf.Args(kl_coef=2.0, kl_target=5.0)
+    for kl, factor in ((5.0, 1.0), (5.5, 1.01), (4.5, 0.99), (50.0, 1.02), (-1.0, 0.98)):
+        assert rlhf.adapted_kl_coef(kl, args) == pytest.approx(2 * factor)
+    assert rlhf.adapted_kl_coef(50.0, replace(args, kl_target=None)) == 2
+    monkeypatch.chdir(tmp_path)
+    path = rlhf.train(real_args(rlhf, folder, kl_target=0.001, total_episodes=128))
+    metrics = curves(path.parent)
+    saved, _ = rlhf.load_checkpoint(path)
+    coefficients = [*metrics["kl_coef"].values(), saved.kl_coef]
+    for i, kl in enumerate(metrics["objective/kl"].values()):
+        expected = rlhf.adapted_kl_coef(kl, replace(args, kl_coef=coefficients[i], kl_target=0.001))
+        assert coefficients[i + 1] == pytest.approx(expected)
+
+
+@both
+def test_a_device_is_never_mixed_with_another(script, tmp_path, monkeypatch):
+    """The built-in task and its evaluations run on a stand-in for a GPU."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    fit = rlhf.fit  # the supervised model and the reward model learn in two steps
+    monkeypatch.setattr(rlhf, "fit", lambda network, loss, _, rate, name: fit(network, loss, 2, rate, name))
+    monkeypatch.setattr(grpo, "learn_to_write", partial(grpo.learn_to_write, steps=2))
+    compare = rlhf.compare_responses
+    monkeypatch.setattr(
+        rlhf, "compare_responses", lambda models, task, _, args: compare(models, task, 64, args)
+    )
+
+    def reduce(x):  # as NCCL does
+        assert x.device.type == "mps"
+        return x
+
+    monkeypatch.setattr(script, "sum_over_processes", reduce)
+    with shared.OneDevice():
+        script.train(script.Args(device="mps", total_episodes=64, batch_size=64, kl_coef=0.1))
+        with pytest.raises(RuntimeError, match="mps"):
+            torch.ones(2, device="mps") + torch.ones(2)
+
+
 # Models of transformers
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with tiny models of transformers whose tokenizer has no padding token, and prompts."""
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
+    """Return a folder with tiny models and prompts."""
     folder = tmp_path_factory.mktemp("models")
-    vocabulary = {letter: i for i, letter in enumerate(shared.LETTERS)}
-    split = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unknown>"))
-    split.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=split, eos_token="<stop>", unk_token="<unknown>"
-    )
-    tokenizer.chat_template = "{{ messages[0].content }}{% if add_generation_prompt %}z{% endif %}"
-    sizes = {"vocab_size": len(shared.LETTERS), "eos_token_id": STOP, "bos_token_id": STOP, "num_labels": 1}
-    llama = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=32, attention_dropout=0.1, **sizes
-    )  # fmt: skip
-    gpt2 = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=32, **sizes)
-    torch.manual_seed(0)
-    for name, config, kind in (("llama", llama, "Llama"), ("gpt2", gpt2, "GPT2")):
-        language_model = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
-        for suffix, model in (("", language_model), ("-reward", "ForSequenceClassification")):
-            getattr(transformers, kind + model)(config).save_pretrained(folder / f"{name}{suffix}")
-            tokenizer.save_pretrained(folder / f"{name}{suffix}")
-    rows = [{"prompt": "a" * (1 + i % 5), "answer": letter} for i, letter in enumerate("bcdefgh")]
-    rows.append({"prompt": [{"role": "user", "content": "ab"}], "answer": "i"})
-    for name, part in (("train", rows), ("test", rows[3:6])):
-        lines = [json.dumps(row) + "\n" for row in part]
-        (folder / f"{name}.jsonl").write_text("".join(lines))
+    shared.write_models(folder)
     return folder
 
 
-def real_args(script, folder, name="llama", **changes):
-    """Settings of a short run with the folder's models: three iterations of two gradient steps."""
-    settings = {
-        "model": str(folder / name), "prompts": str(folder / "train.jsonl"), "max_response_length": 8,
-        "reward_function": ("language_helpers:vowels", "language_helpers:wanted"), "learning_rate": 1e-3,
-        "total_episodes": 96, "batch_size": 32, "num_minibatches": 1, "micro_batch_size": 8,
-        "eval_prompts": str(folder / "test.jsonl"), "eval_every": 2, "kl_coef": 0.05,
+def test_the_built_in_gpt_is_gpt2_of_transformers():
+    """With the same weights, log-probabilities and samples are the same."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=11, n_embd=16, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0, embd_pdrop=0,
+        attn_pdrop=0,
+    )  # fmt: skip
+    theirs, ours = transformers.GPT2LMHeadModel(config).double().eval(), random_gpt(1, vocabulary=11)
+    names = {
+        "transformer.": "", "wte": "tokens", "wpe": "positions", "ln_f": "norm", "h.": "blocks.",
+        "ln_": "norm", "attn.c_attn": "qkv", "attn.c_proj": "projection", "mlp.c_fc": "hidden",
+        "mlp.c_proj": "output",
     }  # fmt: skip
-    return replace(script.PRETRAINED, **{**settings, **changes})
-
-
-def words(script, args):
-    """The settings that are not the defaults, as words of a command."""
-    changed = {name: value for name, value in vars(args).items() if value != getattr(script.PRETRAINED, name)}
-    functions = changed.pop("reward_function")
-    return [*flags(**changed), "--reward-function", *functions]
-
-
-def command(script, where, *words):
-    """Call a script's `main` in a folder."""
-    where.mkdir(exist_ok=True)
-    return call(SimpleNamespace(script=script, file=f"{script.__name__}.py"), where, *words)
-
-
-def completions(path):
-    """The lines of completions.jsonl beside a checkpoint."""
-    return [json.loads(line) for line in path.with_name("completions.jsonl").read_text().splitlines()]
+    for name, weight in theirs.named_parameters():
+        transposed = name.endswith("weight") and ".c_" in name
+        for their_part, our_part in names.items():
+            name = name.replace(their_part, our_part)
+        own = ours.get_parameter(name).detach()
+        weight.data.copy_(own.T if transposed else own)
+    batch = to_responses([2, 3], [[0, 2, STOP], [3, 3, 0, 0, 2, STOP]], padding=3)
+    own, other = (rlhf.token_log_probs(model, batch, 0.7) for model in (ours, theirs))
+    torch.testing.assert_close(own[batch.mask], other[batch.mask])
+    task, generated = make_task(["2 3", "7 8 9 10"]), []
+    task.stop_tokens.clear()
+    for model in (ours, theirs):
+        torch.manual_seed(0)
+        generated.append(rlhf.generate(model, task, task.prompts, rlhf.Args(max_response_length=6))[0])
+    assert all(torch.equal(own, other) for own, other in zip(*generated, strict=True))
 
 
 VARIANTS = [
-    ("llama", {"bfloat16": True}),
-    ("llama", {"lora_rank": 2, "kl_coef": 0.0}),
-    ("gpt2", {"lora_rank": 2, "bfloat16": True}),
-    ("gpt2", {"gradient_checkpointing": True}),
+    (rlhf, "llama", {"bfloat16": True}),
+    (rlhf, "gpt2", {"lora_rank": 2, "bfloat16": True}),
+    (grpo, "llama", {"lora_rank": 2, "kl_coef": 0.0}),
+    (grpo, "gpt2", {"gradient_checkpointing": True}),
 ]
 
 
-@both
-@pytest.mark.parametrize(("name", "changes"), VARIANTS, ids=str)
-def test_models_from_a_folder(script, name, changes, folder, tmp_path, monkeypatch):
-    """At first the actor is the reference, bit for bit; it learns, and transformers loads what is saved."""
+@pytest.mark.parametrize(("script", "name", "changes"), VARIANTS, ids=label)
+def test_a_model_of_transformers_learns_and_can_be_loaded(
+    script, name, changes, folder, tmp_path, monkeypatch
+):
+    """At first, the actor is the reference bit for bit."""
     transformers = pytest.importorskip("transformers")
     if "lora_rank" in changes:
         pytest.importorskip("peft")
@@ -808,7 +877,7 @@ def test_models_from_a_folder(script, name, changes, folder, tmp_path, monkeypat
         assert kl[0] == 0
         assert abs(kl[64]) > 1e-4
     mismatch = metrics["sampling/sampling_logp_difference/max"]
-    assert max(mismatch.values()) < (0.1 if "bfloat16" in changes else 1e-4)  # without dropout
+    assert max(mismatch.values()) < (0.1 if "bfloat16" in changes else 1e-4)  # there is no dropout
     assert metrics["lr"] == pytest.approx({0: 1e-3, 32: 1e-3 * 2 / 3, 64: 1e-3 / 3})
     inputs = {"input_ids": torch.tensor([[3, 4, 5]])}
     before, after = (
@@ -822,7 +891,7 @@ def test_models_from_a_folder(script, name, changes, folder, tmp_path, monkeypat
             assert torch.equal(weight, learnt[f"actor.{key}"])
         moved = (flat(after.parameters()) - flat(before.parameters())).abs().max().item()
         assert moved == pytest.approx(4e-3, rel=0.3)  # steps of Adam are as large as the learning rate
-        if script is rlhf:  # with a rate of its own
+        if script is rlhf:  # the critic has a learning rate of its own
             judge = transformers.AutoModelForSequenceClassification.from_pretrained(more["reward_model"])
             critic = flat(learnt[f"critic.trunk.{key}"] for key, _ in judge.base_model.named_parameters())
             moved = (critic - flat(judge.base_model.parameters())).abs().max().item()
@@ -832,20 +901,22 @@ def test_models_from_a_folder(script, name, changes, folder, tmp_path, monkeypat
     assert transformers.AutoTokenizer.from_pretrained(path.parent / "model").get_vocab()
 
 
-HEADS = [
-    ("llama", {}, True),
-    ("gpt2", {}, True),
-    ("gpt2", {"lora_rank": 2}, True),
-    ("Gemma2", {"final_logit_softcapping": 3.0, "head_dim": 16}, False),  # limits the logits
-    ("Cohere", {"logit_scale": 0.5}, False),
-    ("Phi", {}, False),  # its last layer has a bias
+HEADS = [  # whether logits are linear in the hidden states
+    (rlhf, "llama", {}, True),
+    (rlhf, "gpt2", {"lora_rank": 2}, True),
+    (rlhf, "Gemma2", {"final_logit_softcapping": 3.0, "head_dim": 16}, False),
+    (rlhf, "Phi", {}, False),  # its last layer has a bias
+    (grpo, "llama", {}, True),
+    (grpo, "Cohere", {"logit_scale": 0.5}, False),
 ]
 
 
-@both
-@pytest.mark.parametrize(("name", "changes", "linear"), HEADS, ids=str)
-def test_log_probs_of_models(script, name, changes, linear, folder, tmp_path):
-    """Those of the model's own logits, and their gradients: also if it does more after its last layer."""
+@pytest.mark.parametrize(("script", "name", "changes", "linear"), HEADS, ids=label)
+def test_log_probs_are_those_of_the_logits(script, name, changes, linear, folder, tmp_path, monkeypatch):
+    """So are their gradients. On a GPU, logits that are linear in the hidden states are computed in parts.
+
+    Here, nothing is moved to the GPU.
+    """
     transformers = pytest.importorskip("transformers")
     if changes == {"lora_rank": 2}:
         pytest.importorskip("peft")
@@ -861,10 +932,13 @@ def test_log_probs_of_models(script, name, changes, linear, folder, tmp_path):
         args = real_args(script, folder, tmp_path / name)
     else:
         args = real_args(script, folder, name, **changes)
-    model = shared.pretrained(script, args)[0].actor
-    assert not model.logits_in_parts  # but on a GPU
-    assert script.has_linear_head(model, args) == linear
-    model.logits_in_parts = linear
+    assert not shared.pretrained(script, args)[0].actor.logits_in_parts
+    has_linear_head = script.has_linear_head
+    monkeypatch.setattr(script, "has_linear_head", lambda model, _: has_linear_head(model, args))
+    monkeypatch.setattr(script.Models, "to", lambda self, device: self)
+    models, _ = shared.pretrained(script, replace(args, device="cuda"))
+    model = models.actor
+    assert model.logits_in_parts == models.reference.logits_in_parts == linear
     parameters = [p for p in model.parameters() if p.requires_grad]
     for p in parameters:
         p.data *= 3 if p.dim() > 1 else 1  # far from uniform
@@ -885,36 +959,9 @@ def test_log_probs_of_models(script, name, changes, linear, folder, tmp_path):
     torch.testing.assert_close(ours, truth, atol=1e-5, rtol=1e-3)
 
 
-@both
-def test_logits_are_in_parts_on_a_gpu(script, folder, monkeypatch):
-    """Those of the actor and of the reference, if the model allows it. Here, nothing is moved to the GPU."""
-    pytest.importorskip("transformers")
-    monkeypatch.setattr(script.Models, "to", lambda self, device: self)
-    for allowed in (True, False):
-        monkeypatch.setattr(script, "has_linear_head", lambda *_, allowed=allowed: allowed)
-        models = shared.pretrained(script, real_args(script, folder, device="cuda"))[0]
-        assert models.actor.logits_in_parts == models.reference.logits_in_parts == allowed
-
-
-@both
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here, GPUs are made up")
-def test_the_gpu_of_a_process(script, monkeypatch):
-    """Under torchrun, each has its own, and one without is told so."""
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    for number in ("1", "2"):
-        monkeypatch.setenv("LOCAL_RANK", number)
-        with pytest.raises(ValueError, match="is not there" if number == "1" else "has no GPU"):
-            script.check(script.Args(device="cuda"))  # chosen before it turns out that there is none here
-    assert chosen == [1]
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("lora_rank", [0, 2])
-def test_gradient_checkpointing(folder, name, lora_rank):
-    """Layers are computed again in the backward pass, without dropout; gradients are the same."""
+@pytest.mark.parametrize(("name", "lora_rank"), [("llama", 0), ("gpt2", 2)])
+def test_gradient_checkpointing_computes_layers_twice_and_the_same_gradients(name, lora_rank, folder):
+    """Layers are computed again in the backward pass, without dropout."""
     if lora_rank:
         pytest.importorskip("peft")
     batch, gradients, calls = to_responses([4, 5], [[6, 7, 1], [8, 1]]), [], []
@@ -934,8 +981,7 @@ def test_gradient_checkpointing(folder, name, lora_rank):
     assert gradients[0].any()
 
 
-def test_what_is_trained_and_in_which_precision(folder):
-    """With bfloat16, trained weights are the file's, in float32, and frozen ones take less memory."""
+def test_bfloat16_keeps_trained_weights_in_float32_and_rounds_frozen_ones(folder):
     transformers = pytest.importorskip("transformers")
     file = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
     args = real_args(rlhf, folder, bfloat16=True, reward_model=str(folder / "llama-reward"))
@@ -944,7 +990,7 @@ def test_what_is_trained_and_in_which_precision(folder):
         assert all(map(torch.equal, models.actor.parameters(), file.parameters()))
         assert all(x.requires_grad for x in models.actor.parameters())
         assert torch.bfloat16 in {x.dtype for x in models.reference.parameters()}
-        assert {x.dtype for x in models.reference.buffers()} == {torch.float32}  # those of positions
+        assert {x.dtype for x in models.reference.buffers()} == {torch.float32}  # for positions
         assert not any(x.requires_grad for x in models.reference.parameters())
     assert torch.bfloat16 in {x.dtype for x in models.reward_model.trunk.parameters()}
     assert {x.dtype for x in models.critic.parameters()} == {torch.float32}
@@ -957,11 +1003,9 @@ def test_what_is_trained_and_in_which_precision(folder):
     assert not torch.equal(logits, logits.bfloat16().float())
 
 
-@both
-def test_lora_shares_the_frozen_weights(script, folder):
-    """All weights are stored once, and few are trained."""
+def test_lora_stores_the_frozen_weights_once_and_trains_few(folder):
     pytest.importorskip("peft")
-    models, _ = shared.pretrained(script, real_args(script, folder, lora_rank=2))
+    models, _ = shared.pretrained(rlhf, real_args(rlhf, folder, lora_rank=2))
     trained = sum(p.numel() for p in models.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in models.reference.parameters())
     assert sum(p.numel() for p in models.parameters()) == frozen + trained
@@ -969,7 +1013,7 @@ def test_lora_shares_the_frozen_weights(script, folder):
 
 
 def test_the_critic_starts_from_the_reward_model(folder):
-    """Without one, its values are 0; and its last layer is not rounded to bfloat16."""
+    """Without one, its values are 0 at first. Autocast does not round them to bfloat16."""
     batch = to_responses([4, 5], [[6, 7, 1], [8, 1]])
     models, _ = shared.pretrained(rlhf, real_args(rlhf, folder, reward_model=str(folder / "llama-reward")))
     assert models.reward_model(batch).any()
@@ -985,66 +1029,65 @@ def test_the_critic_starts_from_the_reward_model(folder):
     assert not torch.equal(values, values.bfloat16().float())
 
 
-def test_wrong_reward_models(folder, tmp_path):
-    """Other tokens would be read as others; a head that is not trained, or two outputs, say nothing."""
+def test_an_adapter_can_be_merged_from_another_folder(folder, tmp_path, monkeypatch):
+    """In training, a relative path named the model."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    shutil.copytree(folder / "llama", tmp_path / "llama")
+    monkeypatch.chdir(tmp_path)
+    path = grpo.train(real_args(grpo, folder, model="llama", lora_rank=2)).resolve()
+    monkeypatch.chdir(folder)
+    merged = peft.AutoPeftModelForCausalLM.from_pretrained(path.parent / "model").merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    models, _ = shared.pretrained(grpo, real_args(grpo, folder, lora_rank=2))
+    models.load_state_dict(load(path)["weights"], strict=False)
+    inputs = {"input_ids": torch.tensor([[3, 4, 5]])}
+    torch.testing.assert_close(again(**inputs).logits, models.actor(**inputs).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_the_documented_reward_function_reads_the_score_after_the_end_token(folder, tmp_path):
+    """The function is in docs/language_models.md. Its scores do not depend on padding."""
     transformers = pytest.importorskip("transformers")
-    for name in ("tokens", "labels", "context"):
-        shutil.copytree(folder / "llama-reward", tmp_path / name)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "llama")
-    tokenizer.add_tokens(["more"])
-    tokenizer.save_pretrained(tmp_path / "tokens")
-    config = json.loads((folder / "llama-reward" / "config.json").read_text())
-    labels = {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
-    (tmp_path / "labels" / "config.json").write_text(json.dumps(config | labels))
-    (tmp_path / "context" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 12}))
-    for path, what in (
-        (tmp_path / "tokens", "other tokens"),
-        (tmp_path / "labels", "2 labels"),
-        (folder / "llama", "LlamaForCausalLM"),
-        (tmp_path / "context", "can take 1 to 4"),
-    ):
-        refused(rlhf, tmp_path, real_args(rlhf, folder, reward_model=str(path)), what)
-
-
-@both
-def test_stop_tokens_and_messages_of_a_chat_model(script, folder, tmp_path):
-    """Each token that the generation configuration names ends a response; messages use the template."""
-    shutil.copytree(folder / "llama", tmp_path, dirs_exist_ok=True)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 9]}')
-    args = real_args(script, folder, model=str(tmp_path))
-    models, task = shared.pretrained(script, args)
-    assert sorted(task.stop_tokens) == [STOP, 5, 9]
-    rows = task.prompts * 40
-    batch, _ = script.generate(models.actor, task, rows, args)
-    prompts, responses = tokens_of(batch)
-    assert "".join(shared.LETTERS[token] for token in prompts[7]) == "abz"
-    assert [shared.LETTERS[token] for token in prompts[1]] == ["a", "a"]
-    assert not any({STOP, 5, 9} & set(row[:-1]) for row in responses)
-    last = [row[-1] for row in responses]
-    assert {STOP, 5, 9} < set(last)
-    if script is rlhf:
-        rewards = script.score(models, task, rows, batch, replace(args, missing_eos_penalty=9.0))
-        assert rewards["missing_eos"].tolist() == [-9.0 * (token not in (STOP, 5, 9)) for token in last]
-    texts = script.decode(task.tokenizer, batch)
-    spelled = ["".join(shared.LETTERS[token] for token in row if token > STOP) for row in responses]
-    assert [text.replace(" ", "") for text in texts] == spelled
-
-
-def test_greedy_responses_are_those_of_transformers(folder):
-    """Of their own `generate`, for a Llama."""
-    args = real_args(rlhf, folder, temperature=0.0)
+    (text,) = (
+        block.partition("```")[0]
+        for block in (ROOT / "docs/language_models.md").read_text().split("```python\n")
+        if "AutoModelForSequenceClassification" in block.partition("```")[0]
+    )
+    args = real_args(rlhf, folder, "gpt2", reward_model=str(folder / "gpt2-reward"))
     models, task = shared.pretrained(rlhf, args)
-    batch, _ = rlhf.generate(models.eval().actor, task, task.prompts, args)
-    for prompt, response in zip(*tokens_of(batch), strict=True):
-        inputs = torch.tensor([prompt])
-        more = {"attention_mask": torch.ones_like(inputs), "pad_token_id": STOP}
-        theirs = models.actor.generate(inputs, do_sample=False, max_new_tokens=8, **more)
-        assert theirs[0, len(prompt) :].tolist() == response
+    rows, texts = task.prompts[:7], ["a", "bcd", "", "efghi", "jj", "k", "lmno"]
+    expected = rlhf.last_output(models.reward_model, rlhf.tokenize(task, rows, texts, args)).squeeze(1)
+    for side, pad_token in (("right", None), ("left", "<stop>"), ("right", "<unknown>")):
+        shutil.copytree(folder / "gpt2-reward", tmp_path / side, dirs_exist_ok=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / side)
+        tokenizer.padding_side, tokenizer.pad_token = side, pad_token
+        tokenizer.save_pretrained(tmp_path / side)
+        names = {**vars(transformers), "torch": torch, "folder": tmp_path / side}
+        names["AutoTokenizer"] = transformers.AutoTokenizer
+        names["AutoModelForSequenceClassification"] = transformers.AutoModelForSequenceClassification
+        exec(text, names)
+        torch.testing.assert_close(names["reward"](rows, texts), expected, atol=1e-5, rtol=1e-5)
+
+
+# Runs: rewards, evaluation, checkpoints
+
+
+def words(script, args):
+    """Return the settings that are not the defaults as words of a command."""
+    changed = {name: value for name, value in vars(args).items() if value != getattr(script.PRETRAINED, name)}
+    functions = changed.pop("reward_function")
+    return [*flags(**changed), "--reward-function", *functions]
+
+
+def command(script, where, *words):
+    """Call a script's `main` in a folder."""
+    where.mkdir(exist_ok=True)
+    return call(SimpleNamespace(script=script, file=f"{script.__name__}.py"), where, *words)
 
 
 @both
-def test_rewards_completions_and_evaluation(script, folder, tmp_path, monkeypatch):
-    """Functions get the rows of the file; each reward is logged and written; evaluation is greedy."""
+def test_rewards_and_completions_are_logged_and_evaluation_is_greedy(script, folder, tmp_path, monkeypatch):
+    """Reward functions get the rows of the prompts' file."""
     monkeypatch.chdir(tmp_path)
     shared.CALLS.clear()
     args = real_args(script, folder, learning_rate=0.0, total_episodes=64, eval_every=1)
@@ -1074,24 +1117,89 @@ def test_rewards_completions_and_evaluation(script, folder, tmp_path, monkeypatc
     for name, function in zip(names, (shared.vowels, shared.wanted), strict=True):
         mean = np.mean(function(test_rows, greedy))
         assert metrics[f"eval/{name}"] == pytest.approx({0: mean, 32: mean, 64: mean})
+    best = json.loads((path.with_name("best") / "evaluation.json").read_text())
+    assert best["episodes"] == 0  # nothing is learnt, and the first of equals is kept
 
 
-@pytest.mark.parametrize("script", [rlhf])
-def test_an_interrupted_run_resumes_bit_for_bit(script, folder, tmp_path, monkeypatch):
-    """Weights, optimizer, curves and completions are those of a run that was not interrupted.
+def test_a_reward_function_may_change_its_rows_and_responses():
+    """It gets copies: prompts and the arguments of other functions stay the same."""
 
-    Settings are those of the checkpoint, but for flags that are given with --resume.
+    def careless(rows, responses):
+        for row in rows:
+            row["prompt"] = "3 3 3 3"
+        responses.clear()
+        return [1.0, 1.0]
+
+    task = make_task(["2 3", "2"], careless=careless, length=prompt_and_length)
+    batch = rlhf.tokenize(task, task.prompts, ["0", "2 2"], rlhf.Args())
+    rewards = rlhf.call_functions(task, task.prompts, batch)
+    assert task.prompts == make_task(["2 3", "2"]).prompts
+    expected = torch.tensor(prompt_and_length(task.prompts, ["0", "2 2"]))
+    torch.testing.assert_close(rewards["length"], expected)
+
+
+@both
+def test_reward_functions_may_be_those_of_trl_and_return_none(script, folder, tmp_path, monkeypatch):
+    """None is no reward, and other functions still count. It is an error if all functions return None."""
+    monkeypatch.chdir(tmp_path)
+    names = "language_helpers:trl_reward", "language_helpers:with_tokens"
+    path = script.train(real_args(script, folder, reward_function=names, total_episodes=64, eval_every=1))
+    metrics, lines = curves(path.parent), completions(path)
+    for episodes in (0, 32):
+        part = [line[names[0]] for line in lines if line["episodes"] == episodes]
+        known = [reward for reward in part if reward is not None]
+        assert metrics[f"rewards/{names[0]}"][episodes] == pytest.approx(np.mean(known))
+    assert 0 < sum(line[names[0]] is None for line in lines) < 64
+    for line in lines:
+        assert (line[names[0]] is None) == (line["row"]["answer"] == "b")
+        assert line["reward"] == pytest.approx((line[names[0]] or 0) + line[names[1]])
+        if line[names[0]] is not None:
+            assert line[names[0]] % 1 == pytest.approx(0.1 * line["response"].count("a"))
+    args = real_args(script, folder, reward_function=names[:1])
+    refused(script, tmp_path / "other", args, "trl_reward gives a reward")
+    refused(script, tmp_path / "other", replace(args, reward_function=names[1:] * 2), "twice")
+    evaluated = script.means_over_processes({"a": torch.tensor([math.nan]), "b": torch.ones(2)})
+    assert evaluated == {"b": 1.0}
+
+
+def test_the_best_model_is_kept(folder, tmp_path, monkeypatch):
+    """It is the best by the sum of the evaluation's rewards, also after a resume."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    scores = iter([1.0, 5.0, 2.0, 3.0, 7.0])
+    monkeypatch.setattr(rlhf, "evaluate", lambda *given: {"eval/a": next(scores), "eval/b": -1.0})
+    path = rlhf.train(real_args(rlhf, folder, eval_every=1))
+    best, last = path.with_name("best"), path.with_name("model")
+    assert json.loads((best / "evaluation.json").read_text())["episodes"] == 32
+    models = [transformers.AutoModelForCausalLM.from_pretrained(x).state_dict() for x in (best, last)]
+    assert not same(*models)
+    rlhf.train(real_args(rlhf, folder, eval_every=10, resume=str(path), total_episodes=128))
+    found = json.loads((best / "evaluation.json").read_text())
+    assert (found["episodes"], found["eval/a"]) == (128, 7.0)
+    (best / "evaluation.json").write_text("")  # as a full disk leaves it
+    monkeypatch.setattr(rlhf, "evaluate", lambda *given: {"eval/other": -9.0})
+    rlhf.train(real_args(rlhf, folder, resume=str(path), total_episodes=160))
+    assert json.loads((best / "evaluation.json").read_text())["eval/other"] == -9.0
+    assert transformers.AutoTokenizer.from_pretrained(best).get_vocab()
+    assert not list(path.parent.glob("*.tmp"))
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_resumes_bit_for_bit(folder, tmp_path, monkeypatch):
+    """Weights, optimizer, curves and completions are those of a run without an interruption.
+
+    Settings are those of the checkpoint. Flags beside --resume replace them.
     """
-    args = real_args(script, folder, total_episodes=160, num_minibatches=2)
-    command(script, tmp_path / "whole", *words(script, args))
-    function = script.collect
-    monkeypatch.setattr(script, "collect", failing(function, 4, KeyboardInterrupt()))
+    args = real_args(rlhf, folder, total_episodes=160, num_minibatches=2)
+    command(rlhf, tmp_path / "whole", *words(rlhf, args))
+    function = rlhf.collect
+    monkeypatch.setattr(rlhf, "collect", failing(function, 4, KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
-        command(script, tmp_path / "parts", *words(script, args))
+        command(rlhf, tmp_path / "parts", *words(rlhf, args))
     whole, path = checkpoint_in(tmp_path / "whole"), checkpoint_in(tmp_path / "parts")
     early = load(path)
     assert (early["episodes"], early["args"]) == (96, vars(args))
-    monkeypatch.setattr(script, "collect", function)
+    monkeypatch.setattr(rlhf, "collect", function)
     for attempt in range(2):
         if attempt == 1:  # as if the process had been killed before it wrote another checkpoint
             torch.save(early, path)
@@ -1099,7 +1207,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(script, folder, tmp_path, monkey
                 file.write(b'{"episodes": 12, "response": "\xe6')  # half a character of UTF-8
         torch.rand(7)  # nothing may depend on what this process did before
         more = "--reward-function", *args.reward_function, "--generation-batch-size", 512
-        command(script, tmp_path, "--resume", path, *more)
+        command(rlhf, tmp_path, "--resume", path, *more)
         ours, theirs = load(path), load(whole)
         assert ours["args"] == vars(replace(args, resume=str(path), generation_batch_size=512))
         for name in ("weights", "optimizer", "episodes"):
@@ -1109,8 +1217,8 @@ def test_an_interrupted_run_resumes_bit_for_bit(script, folder, tmp_path, monkey
 
 
 @pytest.mark.parametrize(("script", "number"), [(rlhf, signal.SIGINT), (grpo, signal.SIGTERM)])
-def test_a_stopped_run_is_saved(script, number, folder, tmp_path, monkeypatch):
-    """Training ends after the iteration, without an evaluation; resumed, it goes on bit for bit."""
+def test_a_stopped_run_is_saved_and_resumes_bit_for_bit(script, number, folder, tmp_path, monkeypatch):
+    """Training ends after the iteration, without an evaluation."""
     args, calls = real_args(script, folder, total_episodes=128, num_minibatches=2), []
     command(script, tmp_path / "whole", *words(script, args))
     update = script.update
@@ -1138,211 +1246,12 @@ def test_a_stopped_run_is_saved(script, number, folder, tmp_path, monkeypatch):
     assert "128 responses: raise --total-episodes" in over.err
 
 
-def test_human_taste():
-    for tone, subject, response, taste in (
-        ("praise", "hotel", "great room", 1),
-        ("weigh", "hotel", "very lovely room but very awful staff", 2),
-        ("pan", "film", "great plot and lovely cast", -1),
-        ("pan", "film", "poor plot and poor plot", -2),
-        ("pan", "film", "poor room", -2),
-        ("pan", "film", "", -2),
-    ):
-        assert rlhf.human({"tone": tone, "product": subject}, response) == taste
-
-
-def test_sums():
-    """Examples are right or forget to carry; held-out sums are not trained on, in neither order."""
-    _, task = grpo.make_sums(grpo.Args(resume="nothing is learnt"))
-    parts = [{tuple(sorted((row["a"], row["b"]))) for row in x} for x in (task.prompts, task.eval_prompts)]
-    assert not parts[0] & parts[1]
-    assert parts[0] | parts[1] == set(combinations_with_replacement(range(20, 100), 2))
-    rng, rows = random.Random(1), random.Random(0).choices(task.prompts, k=500)
-    for row in rows:
-        text, total = grpo.write_sum(rng, row), row["a"] + row["b"]
-        assert text.endswith((f"so {grpo.spell(total)}", f"so {grpo.spell(total - 10)}"))
-        assert len(task.tokenizer.encode(text)) < grpo.Args.max_response_length
-    texts = ["a , so thirty", "", "a , so thirty one", "a , so one hundred thirty"]
-    assert grpo.accuracy([{"answer": "thirty"}] * 4, texts) == [1, 0, 0, 0]
-
-
-def test_optimum(everything):
-    """J* and J by enumeration of all responses; with a floor, of those above it."""
-    batch, actor, reference, _ = everything
-    models, task = new_models(rlhf), make_task(["2 3"])
-    args = rlhf.Args(max_response_length=LENGTH, missing_eos_penalty=0.5)
-    rewards = rlhf.score(models, task, task.prompts * 40, batch, args)
-    scores = (rewards["reward_model"] + rewards["missing_eos"]).double()
-    log_probs, ref_log_probs = (sequence_log_probs(model, batch).detach() for model in (actor, reference))
-    scores = scores - (ref_log_probs.exp() * scores).sum()  # the reference's mean is 0
-    best = BETA * torch.logsumexp(ref_log_probs + scores / BETA, 0)
-    objective = (log_probs.exp() * (scores - BETA * (log_probs - ref_log_probs))).sum()
-    result = optimum.compare_with_optimum(models, task, args, BETA, floor=1e-9)
-    expected = {"left_out": 0.0, "objective_optimum": best.item(), "objective": objective.item()}
-    expected["share_of_optimum"] = (objective / best).item()
-    expected["kl"] = (log_probs.exp() * (log_probs - ref_log_probs)).sum().item()
-    assert {name: result[name] for name in expected} == pytest.approx(expected, abs=1e-5, rel=1e-4)
-    assert result["best_score_at_kl"] >= result["score"]
-    likely = torch.maximum(log_probs, ref_log_probs).exp() > 0.02
-    rough = optimum.compare_with_optimum(models, task, args, BETA, floor=0.02)
-    assert rough["left_out"] == pytest.approx(1 - log_probs[likely].exp().sum().item(), abs=1e-5)
-    assert rough["left_out"] > 0.01
-
-
-@pytest.mark.slow
-def test_ppo_comes_close_to_the_optimum(tmp_path, monkeypatch):
-    """On reviews, a sixteenth of a run of its default length; what the human thinks of them rises, too."""
-    monkeypatch.chdir(tmp_path)
-    path = rlhf.train(rlhf.Args(total_episodes=2_560))
-    models, task, args = optimum.load(path)
-    result = optimum.compare_with_optimum(models, task, args, args.kl_coef)
-    assert result["share_of_optimum"] > 0.85
-    assert result["left_out"] < 0.05
-    gold = list(curves(path.parent)["eval/gold"].values())
-    assert gold[-1] > gold[0] + 0.5
-
-
-ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-
-def run_process(where, *words):
-    """A command in a process of its own. Returns what it prints."""
-    done = subprocess.run(words, cwd=where, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-@both
-def test_two_processes_learn_like_one(script, tmp_path):
-    """Halves of a batch in two processes: the weights and metrics of all of it in one."""
-    name = script.__name__
-    for launcher in ([sys.executable], TORCHRUN):
-        run_process(tmp_path, *launcher, shared.__file__, name, str(tmp_path))
-    one, *others = (torch.load(tmp_path / f"{name}-{part}.pt") for part in ("1-0", "2-0", "2-1"))
-    for other in others:
-        torch.testing.assert_close(other.pop("weights"), one["weights"], atol=1e-6, rtol=1e-5)
-        for key, value in other.items():
-            assert value == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", [grpo])
-def test_torchrun(script, folder, tmp_path):
-    """Two processes write one folder with one checkpoint, and evaluate as one does."""
-    args = real_args(script, folder)
-    command(script, tmp_path / "one", *words(script, args))
-    (tmp_path / "two").mkdir()
-    file = str(ROOT / f"{script.__name__}.py")
-    assert run_process(tmp_path / "two", *TORCHRUN, file, *words(script, args)).count("checkpoint ") == 1
-    paths = [checkpoint_in(tmp_path / name) for name in ("one", "two")]
-    assert load(paths[1])["episodes"] == load(paths[0])["episodes"]
-    assert len(list(paths[1].parent.glob("events*"))) == 1
-    one, two = (curves(path.parent) for path in paths)
-    for name in one:
-        if name.startswith("eval/"):
-            assert two[name][0] == pytest.approx(one[name][0])
-    lines, name = completions(paths[1]), args.reward_function[0]
-    assert [line["episodes"] for line in lines] == [0] * 16 + [32] * 16 + [64] * 16  # the first one's half
-    assert two[f"rewards/{name}"][0] != pytest.approx(np.mean([line[name] for line in lines[:16]]))
-
-
-@both
-def test_the_first_update_starts_at_a_ratio_of_1(script):
-    """At any temperature: log π is that of the policy that acts."""
-    torch.manual_seed(0)
-    models, task = new_models(script), make_task(["2 3", "0 2 2"], script, first=first_digit)
-    more = {} if script is rlhf else {"group_size": 2}
-    args = learning_args(script, temperature=0.6, max_response_length=4, **more)
-    batch, *_ = script.collect(models, task, args)
-    optimizer = torch.optim.SGD(shared.groups_of(script, models), 0.0)
-    metrics = shared.update(script, models, optimizer, batch, args)
-    assert metrics["policy/approxkl_avg"] < 1e-9
-    assert batch.advantages.any()
-
-
-def test_values_are_before_each_token_and_after_the_last():
-    """As the trunk and the head give them for a row without padding."""
-    batch, critic = random_batch(rlhf), shared.random_critic(3)
-    for i, (prompt, response) in enumerate(zip(*tokens_of(batch), strict=True)):
-        tokens = torch.tensor([prompt + response])
-        inputs = rlhf.model_inputs(tokens, torch.ones_like(tokens, dtype=torch.bool))
-        expected = critic.head(critic.trunk(**inputs).last_hidden_state.float())[0, len(prompt) - 1 :, 0]
-        torch.testing.assert_close(critic(batch)[i, : len(response) + 1], expected)
-
-
-@pytest.mark.parametrize("kl_in", ["reward", "loss"])
-def test_truncated_responses_can_be_left_out(kl_in):
-    """They have no gradient, with the KL in the loss, too; the others have what they would have had."""
-    models, task = new_models(grpo), make_task(["2 3"], grpo, first=first_digit)
-    args = grpo.Args(batch_size=32, num_minibatches=1, max_response_length=3, kl_in=kl_in, kl_coef=0.3)
-    gradients, ended = [], None
-    for masked in (False, True):
-        torch.manual_seed(0)
-        batch, *_ = grpo.collect(models, task, replace(args, mask_truncated=masked))
-        ended = ((batch.responses == STOP) & batch.mask).any(1)
-        for rows in (ended, ~ended):
-            loss, _ = loss_of(grpo, models, shared.rows_of(batch, rows), args)
-            gradients.append(gradient(loss, models.actor))
-    assert 0 < ended.sum() < 32
-    torch.testing.assert_close(gradients[2], gradients[0])
-    assert gradients[1].any()
-    assert not gradients[3].any()
-
-
-def test_sampling_must_agree_with_learning():
-    """A model that forgets in generation, as one without a cache does, stops the run."""
-    difference, mask = torch.tensor([[0.1, -0.3, 9.0]]), torch.tensor([[True, True, False]])
-    metrics = rlhf.check_sampling(difference, mask)
-    assert list(metrics.values()) == pytest.approx([0.2, 0.3])
-    with pytest.raises(FloatingPointError, match="past_key_values"):
-        rlhf.check_sampling(5 * difference, mask)
-
-
-@both
-def test_a_device_is_never_mixed_with_another(script, tmp_path, monkeypatch):
-    """The built-in task, and its evaluations, on a stand-in for a GPU."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    fit = rlhf.fit  # the supervised and the reward model make two steps only
-    monkeypatch.setattr(rlhf, "fit", lambda network, loss, _, rate, name: fit(network, loss, 2, rate, name))
-    monkeypatch.setattr(grpo, "learn_to_write", partial(grpo.learn_to_write, steps=2))
-    compare = rlhf.compare_responses
-    monkeypatch.setattr(
-        rlhf, "compare_responses", lambda models, task, _, args: compare(models, task, 64, args)
-    )
-
-    def reduce(x):  # as NCCL does
-        assert x.device.type == "mps"
-        return x
-
-    monkeypatch.setattr(script, "sum_over_processes", reduce)
-    with shared.OneDevice():
-        script.train(script.Args(device="mps", total_episodes=64, batch_size=64, kl_coef=0.1))
-        with pytest.raises(RuntimeError, match="mps"):
-            torch.ones(2, device="mps") + torch.ones(2)
-
-
-def failing(function, number, error):
-    """The function, but its call of this number raises the error, once it is done."""
-    calls = []
-
-    def call_it(*args, **kwargs):
-        calls.append(0)
-        results = function(*args, **kwargs)
-        if len(calls) == number:
-            raise error
-        return results
-
-    return call_it
-
-
 @pytest.mark.parametrize(("script", "where", "number", "kind"), [
     (rlhf, "evaluate", 2, RuntimeError), (grpo, "update", 3, RuntimeError),
     (rlhf, "update", 3, KeyboardInterrupt), (grpo, "log", 2, RuntimeError),
 ])  # fmt: skip
-def test_an_error_anywhere_loses_nothing(script, where, number, kind, folder, tmp_path, monkeypatch):
-    """The checkpoint has what was learnt, and the error says so; only the first process speaks."""
+def test_an_error_anywhere_loses_no_gradient_step(script, where, number, kind, folder, tmp_path, monkeypatch):
+    """The error tells how to resume. Only the first process adds that note."""
     monkeypatch.chdir(tmp_path)
     error, owner = kind("out of memory"), script.Run if where == "log" else script
     monkeypatch.setattr(owner, where, failing(getattr(owner, where), number, error))
@@ -1367,213 +1276,99 @@ def test_an_error_anywhere_loses_nothing(script, where, number, kind, folder, tm
     assert len(error.__notes__) == 1
 
 
-@both
-def test_the_best_model_is_kept(script, folder, tmp_path, monkeypatch):
-    """By the sum of the evaluation's rewards, beside the last one; also after a resume."""
-    transformers = pytest.importorskip("transformers")
+def test_a_run_without_a_reference_cannot_be_resumed_with_a_kl_penalty(tmp_path, monkeypatch):
+    """A new reference would be another network."""
     monkeypatch.chdir(tmp_path)
-    scores = iter([1.0, 5.0, 2.0, 3.0, 7.0])
-    monkeypatch.setattr(script, "evaluate", lambda *given: {"eval/a": next(scores), "eval/b": -1.0})
-    path = script.train(real_args(script, folder, eval_every=1))
-    best, last = path.with_name("best"), path.with_name("model")
-    assert json.loads((best / "evaluation.json").read_text())["episodes"] == 32
-    models = [transformers.AutoModelForCausalLM.from_pretrained(x).state_dict() for x in (best, last)]
-    assert not same(*models)
-    script.train(real_args(script, folder, eval_every=10, resume=str(path), total_episodes=128))
-    found = json.loads((best / "evaluation.json").read_text())
-    assert (found["episodes"], found["eval/a"]) == (128, 7.0)
-    (best / "evaluation.json").write_text("")  # as a full disk leaves it
-    monkeypatch.setattr(script, "evaluate", lambda *given: {"eval/other": -9.0})
-    script.train(real_args(script, folder, resume=str(path), total_episodes=160))
-    assert json.loads((best / "evaluation.json").read_text())["eval/other"] == -9.0
-    assert transformers.AutoTokenizer.from_pretrained(best).get_vocab()
-    assert not list(path.parent.glob("*.tmp"))
-
-
-def test_half_a_character(folder, tmp_path, monkeypatch):
-    """JSON can have one, in a prompt's line; it is written as it stands, and so is all else."""
-    monkeypatch.chdir(tmp_path)
-    row = '{"prompt": "ab", "answer": "c", "x": "\\ud83d", "y": "\u00e9"}'
-    (tmp_path / "p.jsonl").write_text(row + "\n", encoding="utf-8")
-    args = real_args(grpo, folder, prompts="p.jsonl", total_episodes=64)
+    monkeypatch.setattr(grpo, "learn_to_write", lambda *given: None)
+    args = grpo.Args(batch_size=32, num_minibatches=2, total_episodes=32)
     path = grpo.train(args)
-    assert {json.dumps(line["row"]) for line in completions(path)} == {json.dumps(json.loads(row))}
-    text = path.with_name("completions.jsonl").read_text(encoding="utf-8")
-    assert '"x": "\\ud83d", "y": "\u00e9"' in text
-    broken = text.splitlines()
-    broken[40] = "{"
-    path.with_name("completions.jsonl").write_text("\n".join(broken) + "\n", encoding="utf-8")
-    grpo.train(replace(args, resume=str(path), total_episodes=96))
-    assert len(completions(path)) == 95
+    with pytest.raises(grpo.RefusedError, match="reference"):
+        grpo.train(replace(args, resume=str(path), total_episodes=64, kl_coef=0.1))
 
 
-def test_a_reward_function_gets_copies(folder, tmp_path, monkeypatch):
-    """What it does to rows and responses changes neither the prompts nor what others get."""
-
-    def careless(rows, responses):
-        for row in rows:
-            row["prompt"], row["answer"] = "zzz", {1}
-        responses.clear()
-        return [1.0] * len(rows)
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(shared, "careless", careless, raising=False)
-    names = "language_helpers:careless", "language_helpers:wanted"
-    args = real_args(grpo, folder, reward_function=names, total_episodes=32)
-    path, (_models, task) = grpo.train(args), shared.pretrained(grpo, args)
-    lines = completions(path)
-    assert all(line["row"] in task.prompts for line in lines)
-    assert [line[names[1]] for line in lines] == [
-        float(line["row"]["answer"] in line["response"]) for line in lines
-    ]
+# Processes
 
 
-def trl_reward(prompts, completions, completion_ids, answer, **kwargs):
-    """A reward function as TRL's GRPOTrainer calls it: None where the answer is b."""
-    rewards = []
-    for prompt, completion, ids, wanted in zip(prompts, completions, completion_ids, answer, strict=True):
-        text = completion if isinstance(prompt, str) else completion[0]["content"]
-        rewards.append(None if wanted == "b" else ids.count(STOP) + 0.1 * text.count("a"))
-    return rewards
-
-
-def with_tokens(rows, responses, tokens):
-    """A reward function that gets the tokens: their number, with the stop token."""
-    return [len(row) for row in tokens]
-
-
+@pytest.mark.slow
 @both
-def test_reward_functions_of_trl_and_tokens(script, folder, tmp_path, monkeypatch):
-    """None is no reward; the others still count. If all functions give None, that is an error."""
-    monkeypatch.chdir(tmp_path)
-    for function in (trl_reward, with_tokens):
-        monkeypatch.setattr(shared, function.__name__, function, raising=False)
-    names = "language_helpers:trl_reward", "language_helpers:with_tokens"
-    path = script.train(real_args(script, folder, reward_function=names, total_episodes=64, eval_every=1))
-    metrics, lines = curves(path.parent), completions(path)
-    for episodes in (0, 32):
-        part = [line[names[0]] for line in lines if line["episodes"] == episodes]
-        known = [reward for reward in part if reward is not None]
-        assert metrics[f"rewards/{names[0]}"][episodes] == pytest.approx(np.mean(known))
-    assert 0 < sum(line[names[0]] is None for line in lines) < 64
-    for line in lines:
-        assert (line[names[0]] is None) == (line["row"]["answer"] == "b")
-        assert line["reward"] == pytest.approx((line[names[0]] or 0) + line[names[1]])
-        if line[names[0]] is not None:
-            assert line[names[0]] % 1 == pytest.approx(0.1 * line["response"].count("a"))
-    args = real_args(script, folder, reward_function=names[:1])
-    refused(script, tmp_path / "other", args, "trl_reward gives a reward")
-    refused(script, tmp_path / "other", replace(args, reward_function=names[1:] * 2), "twice")
-    evaluated = script.means_over_processes({"a": torch.tensor([math.nan]), "b": torch.ones(2)})
-    assert evaluated == {"b": 1.0}
+def test_two_processes_learn_like_one(script, tmp_path):
+    """Each of two processes has half a batch. Weights and metrics are those of one process with all of it."""
+    name = script.__name__
+    for launcher in ([sys.executable], shared.TORCHRUN):
+        run_process(tmp_path, *launcher, shared.__file__, name, str(tmp_path))
+    one, *others = (torch.load(tmp_path / f"{name}-{part}.pt") for part in ("1-0", "2-0", "2-1"))
+    for other in others:
+        torch.testing.assert_close(other.pop("weights"), one["weights"], atol=1e-6, rtol=1e-5)
+        for key, value in other.items():
+            assert value == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_recipe_of_a_reward_model(name, folder, tmp_path):
-    """The function of the page reads the score after the end token, whatever the tokenizer pads with."""
-    transformers = pytest.importorskip("transformers")
-    (text,) = (
-        block.partition("```")[0]
-        for block in (ROOT / "docs/language_models.md").read_text().split("```python\n")
-        if "AutoModelForSequenceClassification" in block.partition("```")[0]
-    )
-    models, task = shared.pretrained(rlhf, real_args(rlhf, folder, reward_model=str(folder / "llama-reward")))
-    rows, texts = task.prompts[:7], ["a", "bcd", "", "efghi", "jj", "k", "lmno"]
-    if name == "gpt2":
-        more = {"model": str(folder / "gpt2"), "reward_model": str(folder / "gpt2-reward")}
-        models, task = shared.pretrained(rlhf, real_args(rlhf, folder, **more))
-    args = rlhf.Args(max_response_length=8)
-    expected = rlhf.last_output(models.reward_model, rlhf.tokenize(task, rows, texts, args)).squeeze(1)
-    for side, pad_token in (("right", None), ("left", "<stop>"), ("right", "<unknown>")):
-        shutil.copytree(folder / f"{name}-reward", tmp_path / side, dirs_exist_ok=True)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / side)
-        tokenizer.padding_side, tokenizer.pad_token = side, pad_token
-        tokenizer.save_pretrained(tmp_path / side)
-        names = {**vars(transformers), "torch": torch, "folder": tmp_path / side}
-        names["AutoTokenizer"] = transformers.AutoTokenizer
-        names["AutoModelForSequenceClassification"] = transformers.AutoModelForSequenceClassification
-        exec(text, names)
-        torch.testing.assert_close(names["reward"](rows, texts), expected, atol=1e-5, rtol=1e-5)
-
-
-async def asynchronous(rows, responses):
-    return [1.0] * len(rows)
-
-
-@pytest.mark.parametrize(("function", "what"), [
-    (asynchronous, "asyncio.run"),
-    (lambda rows: [1.0], "too many positional arguments"),
-    (lambda completions, trainer_state, **more: [1.0], "trainer_state"),
-    (lambda completions: [1.0], "unexpected keyword argument"),
-    (max, "signature"),
-])  # fmt: skip
-def test_functions_that_cannot_be_called(function, what, folder, tmp_path, monkeypatch):
-    """They are named, before the model is loaded."""
-    monkeypatch.setattr(shared, "odd", function, raising=False)
-    args = real_args(grpo, folder, reward_function=("language_helpers:odd",))
-    refused(grpo, tmp_path, args, "language_helpers:odd")
-    with pytest.raises(ValueError, match=what):
-        grpo.load_task(args)
-
-
-@both
-def test_half_an_answer_is_continued(script, folder):
-    """Messages that end with the assistant's are no turn of their own."""
-    transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "llama")
-    tokenizer.chat_template = (
-        "{% for message in messages %}{{ message.role[0] + message.content + 'x' }}{% endfor %}"
-        "{% if add_generation_prompt %}a{% endif %}"
-    )
-    question = {"role": "user", "content": "bc"}
-    texts = []
-    for messages in ([question], [question, {"role": "assistant", "content": "de"}]):
-        texts.append("".join(shared.LETTERS[token] for token in script.encode(tokenizer, messages)))
-    assert texts == ["ubcxa", "ubcxade"]
-
-
-def test_what_is_trained_is_said(folder):
-    """Of all parameters, of experts and of their routers: adapters leave some of them as they are."""
-    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-    config = transformers.MixtralConfig(
-        vocab_size=28, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, num_local_experts=2, num_experts_per_tok=1,
-    )  # fmt: skip
-    model = transformers.MixtralForCausalLM(config).requires_grad_(True)
-    experts = 2 * 3 * 8 * 8
-    assert (
-        f"{experts} of {experts} of experts (100.0%), 16 of 16 of routers (100.0%)"
-        in grpo.what_is_trained(model)
-    )
-    total = sum(p.numel() for p in model.parameters())
-    assert grpo.what_is_trained(model).startswith(f"{total:,} of {total:,} parameters (100.0%)")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-    assert f"0 of {experts} of experts (0.0%), 0 of 16 of routers (0.0%)" in grpo.what_is_trained(adapted)
-    assert "experts" not in grpo.what_is_trained(random_gpt(1))
-
-
-def test_kl_coefficient_is_adapted(folder, tmp_path, monkeypatch):
-    """By a tenth of the relative error, which counts up to 20%; a resumed run goes on with it."""
-    args = rlhf.Args(kl_coef=2.0, kl_target=5.0)
-    for kl, factor in ((5.0, 1.0), (5.5, 1.01), (4.5, 0.99), (50.0, 1.02), (-1.0, 0.98)):
-        assert rlhf.adapted_kl_coef(kl, args) == pytest.approx(2 * factor)
-    assert rlhf.adapted_kl_coef(50.0, replace(args, kl_target=None)) == 2
-    monkeypatch.chdir(tmp_path)
-    path = rlhf.train(real_args(rlhf, folder, kl_target=0.001, total_episodes=128))
-    metrics = curves(path.parent)
-    for episodes in (0, 32, 64):
-        given = replace(args, kl_coef=metrics["kl_coef"][episodes], kl_target=0.001)
-        expected = rlhf.adapted_kl_coef(metrics["objective/kl"][episodes], given)
-        assert metrics["kl_coef"][episodes + 32] == pytest.approx(expected)
+@pytest.mark.slow
+def test_two_processes_write_one_checkpoint_and_evaluate_like_one(folder, tmp_path):
+    args = real_args(grpo, folder)
+    command(grpo, tmp_path / "one", *words(grpo, args))
     (tmp_path / "two").mkdir()
-    monkeypatch.chdir(tmp_path / "two")
-    first = rlhf.train(real_args(rlhf, folder, kl_target=0.001, total_episodes=64))
-    saved, _ = rlhf.load_checkpoint(first)
-    assert saved.kl_coef == pytest.approx(metrics["kl_coef"][64])
+    file = str(ROOT / "grpo.py")
+    assert run_process(tmp_path / "two", *shared.TORCHRUN, file, *words(grpo, args)).count("checkpoint ") == 1
+    paths = [checkpoint_in(tmp_path / name) for name in ("one", "two")]
+    assert load(paths[1])["episodes"] == load(paths[0])["episodes"]
+    assert len(list(paths[1].parent.glob("events*"))) == 1
+    one, two = (curves(path.parent) for path in paths)
+    for name in one:
+        if name.startswith("eval/"):
+            assert two[name][0] == pytest.approx(one[name][0])
+    lines, name = completions(paths[1]), args.reward_function[0]
+    assert [line["episodes"] for line in lines] == [0] * 16 + [32] * 16 + [64] * 16  # one process writes
+    assert two[f"rewards/{name}"][0] != pytest.approx(np.mean([line[name] for line in lines[:16]]))
 
 
-def test_iterated_rlhf(tmp_path, monkeypatch):
-    """The reward model learns from more comparisons when they are due; resumed, the run is the same."""
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the test makes up GPUs")
+def test_each_process_has_a_gpu_of_its_own(monkeypatch):
+    """A process without a GPU is refused."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for number in ("1", "2"):
+        monkeypatch.setenv("LOCAL_RANK", number)
+        with pytest.raises(ValueError, match="is not there" if number == "1" else "has no GPU"):
+            grpo.check(grpo.Args(device="cuda"))  # chosen before it turns out that there is none here
+    assert chosen == [1]
+
+
+# The built-in tasks
+
+
+def test_the_human_likes_apt_words_in_the_tone_of_the_prompt():
+    for tone, subject, response, taste in (
+        ("praise", "hotel", "great room", 1),
+        ("weigh", "hotel", "very lovely room but very awful staff", 2),
+        ("pan", "film", "great plot and lovely cast", -1),
+        ("pan", "film", "poor plot and poor plot", -2),
+        ("pan", "film", "poor room", -2),
+        ("pan", "film", "", -2),
+    ):
+        assert rlhf.human({"tone": tone, "product": subject}, response) == taste
+
+
+def test_examples_of_sums_forget_to_carry_and_held_out_sums_are_not_trained_on():
+    """Held-out sums are in the training data in neither order."""
+    _, task = grpo.make_sums(grpo.Args(resume="nothing is learnt"))
+    parts = [{tuple(sorted((row["a"], row["b"]))) for row in x} for x in (task.prompts, task.eval_prompts)]
+    assert not parts[0] & parts[1]
+    assert parts[0] | parts[1] == set(combinations_with_replacement(range(20, 100), 2))
+    rng, rows = random.Random(1), random.Random(0).choices(task.prompts, k=500)
+    for row in rows:
+        text, total = grpo.write_sum(rng, row), row["a"] + row["b"]
+        assert text.endswith((f"so {grpo.spell(total)}", f"so {grpo.spell(total - 10)}"))
+        assert len(task.tokenizer.encode(text)) < grpo.Args.max_response_length
+    texts = ["a , so thirty", "", "a , so thirty one", "a , so one hundred thirty"]
+    assert grpo.accuracy([{"answer": "thirty"}] * 4, texts) == [1, 0, 0, 0]
+
+
+@pytest.mark.slow
+def test_reward_model_updates_are_on_time_and_resume_the_same(tmp_path, monkeypatch):
+    """The reward model learns from more comparisons at each update."""
     monkeypatch.chdir(tmp_path)
     fit, compare, steps = rlhf.fit, rlhf.compare_responses, []
 
@@ -1611,25 +1406,47 @@ def test_iterated_rlhf(tmp_path, monkeypatch):
     assert resumed["comparisons"] == whole["comparisons"]
 
 
-PROMPTS = [  # lines of a file of prompts, and what is said of them
-    (['{"prompt": "ab"}', '{"prompt": '], "line 2"),
-    (['{"prompt": 3}'], "line 1"),
-    (['{"messages": [], "id": 1}'], "the keys messages, id"),
-    (["[1]"], "line 1"),
-    (['{"prompt": []}'], "line 1"),
-    (['{"prompt": ["a"]}'], "line 1"),
-    (['{"prompt": [{"role": "user", "value": "a"}]}'], "'value'"),
-    (['{"prompt": [{"from": "human", "content": "a"}]}'], "'from'"),
-    (['{"prompt": [{"role": "user", "content": null}]}'], "line 1"),
-    (['{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}'], "line 1"),
-    ([], "line 1"),
-    (['{"prompt": ""}'], "0 tokens"),
-    (['{"prompt": "%s"}' % ("a" * 25)], "25 tokens"),
-]
+def test_the_optimum_is_that_of_an_enumeration_of_all_responses(everything):
+    """With a floor, only responses above it are enumerated."""
+    batch, actor, reference, _ = everything
+    models, task = new_models(rlhf), make_task(["2 3"])
+    args = rlhf.Args(max_response_length=LENGTH, missing_eos_penalty=0.5)
+    rewards = rlhf.score(models, task, task.prompts * 40, batch, args)
+    scores = (rewards["reward_model"] + rewards["missing_eos"]).double()
+    log_probs, ref_log_probs = (sequence_log_probs(model, batch).detach() for model in (actor, reference))
+    scores = scores - (ref_log_probs.exp() * scores).sum()  # the reference's mean is 0
+    best = BETA * torch.logsumexp(ref_log_probs + scores / BETA, 0)
+    objective = (log_probs.exp() * (scores - BETA * (log_probs - ref_log_probs))).sum()
+    result = optimum.compare_with_optimum(models, task, args, BETA, floor=1e-9)
+    expected = {"left_out": 0.0, "objective_optimum": best.item(), "objective": objective.item()}
+    expected["share_of_optimum"] = (objective / best).item()
+    expected["kl"] = (log_probs.exp() * (log_probs - ref_log_probs)).sum().item()
+    assert {name: result[name] for name in expected} == pytest.approx(expected, abs=1e-5, rel=1e-4)
+    assert result["best_score_at_kl"] >= result["score"]
+    likely = torch.maximum(log_probs, ref_log_probs).exp() > 0.02
+    rough = optimum.compare_with_optimum(models, task, args, BETA, floor=0.02)
+    assert rough["left_out"] == pytest.approx(1 - log_probs[likely].exp().sum().item(), abs=1e-5)
+    assert rough["left_out"] > 0.01
+
+
+@pytest.mark.nightly
+def test_ppo_comes_close_to_the_optimum(tmp_path, monkeypatch):
+    """This run on reviews has a sixteenth of the default length. The human's taste for them rises, too."""
+    monkeypatch.chdir(tmp_path)
+    path = rlhf.train(rlhf.Args(total_episodes=2_560))
+    models, task, args = optimum.load(path)
+    result = optimum.compare_with_optimum(models, task, args, args.kl_coef)
+    assert result["share_of_optimum"] > 0.85
+    assert result["left_out"] < 0.05
+    gold = list(curves(path.parent)["eval/gold"].values())
+    assert gold[-1] > gold[0] + 0.5
+
+
+# Refusals
 
 
 def refused(script, where, args, what, *more):
-    """The command line says so in one line, and makes no folder."""
+    """Check that the command line refuses settings in one line, and makes no folder."""
     done = command(script, where, *words(script, args), *more)
     assert done.status == 2, done.err
     last = done.err.splitlines()[-1]
@@ -1638,9 +1455,20 @@ def refused(script, where, args, what, *more):
     assert not (where / "runs").exists()
 
 
-@pytest.mark.parametrize(("lines", "what"), PROMPTS, ids=str)
-def test_wrong_prompts(lines, what, folder, tmp_path):
-    """The line is named; blank lines at the end are fine."""
+PROMPTS = [  # lines of a file of prompts, and a part of the message
+    (['{"prompt": "ab"}', '{"prompt": '], "line 2"),
+    (['{"prompt": 3}'], "line 1"),
+    (['{"messages": [], "id": 1}'], "the keys messages, id"),
+    (['{"prompt": [{"role": "user", "value": "a"}]}'], "'value'"),
+    ([], "line 1"),
+    (['{"prompt": ""}'], "0 tokens"),
+    (['{"prompt": "%s"}' % ("a" * 25)], "25 tokens"),
+]
+
+
+@pytest.mark.parametrize(("lines", "what"), PROMPTS, ids=label)
+def test_wrong_prompts_are_refused_with_the_number_of_their_line(lines, what, folder, tmp_path):
+    """Blank lines at the end are allowed."""
     path = tmp_path / "prompts.jsonl"
     args = real_args(grpo, folder, prompts=str(path))
     path.write_text("\n".join([*lines, "", ""]))
@@ -1649,118 +1477,115 @@ def test_wrong_prompts(lines, what, folder, tmp_path):
     assert len(grpo.load_task(args).prompts) == 1
 
 
-WRONG_REWARDS = {
-    "none": None, "columns": [[1.0], [2.0]], "few": [1.0], "nan": [1.0, math.nan], "infinite": [1.0, 1e39],
-    "texts": ["a", "b"], "dict": {0: 1.0, 1: 2.0}, "generator": (x for x in (1.0, 2.0)), "text": "12",
-}  # fmt: skip
+async def asynchronous(rows, responses):
+    return [1.0] * len(rows)
 
 
-@pytest.mark.parametrize("results", WRONG_REWARDS.values(), ids=WRONG_REWARDS)
-def test_wrong_reward_functions(results, folder, tmp_path, monkeypatch):
-    """They are named before the model is loaded."""
-    monkeypatch.setattr(shared, "vowels", lambda rows, texts: results)
-    refused(grpo, tmp_path, real_args(grpo, folder), "vowels must return 2 finite numbers")
+FUNCTIONS = [  # reward functions of two responses, and a part of the message
+    (asynchronous, "asyncio.run"),
+    (lambda rows: [1.0, 1.0], "too many positional arguments"),
+    (lambda rows, texts: None, "must return 2 finite numbers"),
+    (lambda rows, texts: [1.0], "must return 2 finite numbers"),
+    (lambda rows, texts: [1.0, math.nan], "must return 2 finite numbers"),
+    (lambda rows, texts: ["a", "b"], "must return 2 finite numbers"),
+]
 
 
-@both
-def test_wrong_files(script, folder, tmp_path):
-    """Missing files, an adapter, a flag twice, too few prompts."""
-    args = real_args(script, folder)
-    with pytest.raises(ValueError, match="--model"):  # it would be dropped
-        script.train(script.Args(), make_task(["2"], script, first=first_digit))
-    for task, what in (
-        (make_task([], script, first=first_digit), "prompts"),
-        (make_task(["2"], script), "reward functions"),
-        (make_task(["2"], script, row=first_digit), "name row"),
-        (make_task(["2"], script, first=first_digit)._replace(prompts=["2"]), "prompts"),
-    ):
-        with pytest.raises(ValueError, match=what):
-            script.train(args, task)
-    (tmp_path / "latin").write_bytes('{"prompt": "\u00e9"}'.encode("latin1"))
-    refused(script, tmp_path, replace(args, prompts="latin"), "latin is not in UTF-8")
+@pytest.mark.parametrize(("function", "what"), FUNCTIONS, ids=label)
+def test_wrong_reward_functions_are_refused_by_name(function, what, folder, tmp_path, monkeypatch):
+    """They are tried before the model is loaded."""
+    monkeypatch.setattr(shared, "odd", function, raising=False)
+    args = real_args(grpo, folder, reward_function=("language_helpers:odd",))
+    refused(grpo, tmp_path, args, "language_helpers:odd")
+    with pytest.raises(ValueError, match=what):
+        grpo.load_task(args)
+
+
+@pytest.mark.parametrize(("task", "what"), [
+    (make_task([], first=first_digit), "prompts"),
+    (make_task(["2"]), "reward functions"),
+    (make_task(["2"], row=first_digit), "name row"),
+    (make_task(["2"], first=first_digit)._replace(prompts=["2"]), "prompts"),
+])  # fmt: skip
+def test_a_task_of_a_program_needs_prompts_and_reward_functions(task, what, folder):
+    with pytest.raises(ValueError, match=what):
+        rlhf.train(real_args(rlhf, folder), task)
+
+
+def test_bfloat16_and_a_task_of_a_program_need_a_model():
+    """Built-in networks would compute logits in bfloat16. The built-in task would replace the other one."""
+    with pytest.raises(ValueError, match="--bfloat16"):
+        rlhf.train(rlhf.Args(bfloat16=True))
+    with pytest.raises(ValueError, match="--model"):
+        rlhf.train(rlhf.Args(), make_task(["2"], first=first_digit))
+
+
+def test_wrong_files_and_models_are_refused(folder, tmp_path):
     transformers = pytest.importorskip("transformers")
+    args = real_args(grpo, folder)
+    (tmp_path / "latin").write_bytes('{"prompt": "\u00e9"}'.encode("latin1"))
+    refused(grpo, tmp_path, replace(args, prompts="latin"), "latin is not in UTF-8")
+    refused(grpo, tmp_path, replace(args, prompts="missing.jsonl"), "missing.jsonl")
+    refused(grpo, tmp_path, replace(args, max_response_length=32), "leaves no token")
+    refused(grpo, tmp_path, args, "one after the other", "--reward-function", "language_helpers:vowels")
     config = transformers.AutoConfig.from_pretrained(folder / "llama")
     transformers.LlamaModel(config).save_pretrained(tmp_path / "base")
     transformers.AutoTokenizer.from_pretrained(folder / "llama").save_pretrained(tmp_path / "base")
-    refused(script, tmp_path, replace(args, model="base"), "no language model")
-    refused(script, tmp_path, replace(args, prompts="missing.jsonl"), "missing.jsonl")
-    refused(script, tmp_path, replace(args, max_response_length=32), "leaves no token")
-    refused(script, tmp_path, args, "one after the other", "--reward-function", "language_helpers:vowels")
+    refused(grpo, tmp_path, replace(args, model="base"), "no language model")
     shutil.copytree(folder / "llama", tmp_path / "adapter")
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    refused(script, tmp_path, replace(args, model="adapter"), "merge it")
-    with mock.patch.object(script, "PROCESSES", 4), pytest.raises(ValueError, match="fewer prompts"):
-        script.load_task(args)
+    refused(grpo, tmp_path, replace(args, model="adapter"), "merge it")
+    with mock.patch.object(grpo, "PROCESSES", 4), pytest.raises(ValueError, match="fewer prompts"):
+        grpo.load_task(args)
 
 
-@both
-def test_wrong_checkpoints(script, tmp_path):
-    """The other script's, and one whose reward functions are not named again."""
-    other, named = grpo if script is rlhf else rlhf, "language_helpers:vowels"
+def test_wrong_reward_models_are_refused(folder, tmp_path):
+    """Their scores would mean nothing: other tokens, two outputs, or a head that is not trained."""
+    transformers = pytest.importorskip("transformers")
+    for name in ("tokens", "labels", "context"):
+        shutil.copytree(folder / "llama-reward", tmp_path / name)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "llama")
+    tokenizer.add_tokens(["more"])
+    tokenizer.save_pretrained(tmp_path / "tokens")
+    config = json.loads((folder / "llama-reward" / "config.json").read_text())
+    labels = {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
+    (tmp_path / "labels" / "config.json").write_text(json.dumps(config | labels))
+    (tmp_path / "context" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 12}))
+    for path, what in (
+        (tmp_path / "tokens", "other tokens"),
+        (tmp_path / "labels", "2 labels"),
+        (folder / "llama", "LlamaForCausalLM"),
+        (tmp_path / "context", "can take 1 to 4"),
+    ):
+        refused(rlhf, tmp_path, real_args(rlhf, folder, reward_model=str(path)), what)
+
+
+def test_a_checkpoint_of_another_script_or_with_unnamed_reward_functions_is_refused(tmp_path):
+    named = "language_helpers:vowels"
     for args, what in (
-        (other.Args(), "not a checkpoint of this version"),
-        (script.Args(reward_function=(named,)), f"--reward-function {named}"),
+        (grpo.Args(), "not a checkpoint of this version"),
+        (rlhf.Args(reward_function=(named,)), f"--reward-function {named}"),
     ):
         torch.save({"args": vars(args)}, tmp_path / "checkpoint.pt")
-        done = command(script, tmp_path, "--resume", "checkpoint.pt")
+        done = command(rlhf, tmp_path, "--resume", "checkpoint.pt")
         assert (done.status, what in done.err) == (2, True), done.err
-
-
-def test_start_and_end_tokens_of_prompts():
-    """A prompt has one start token, and no end token that the tokenizer appends."""
-    tokenizer = SimpleNamespace(bos_token_id=0, eos_token_id=1, encode=lambda text: [0, *map(int, text), 1])
-    assert rlhf.encode(tokenizer, "23") == [0, 2, 3]
-    assert rlhf.encode(tokenizer, "023") == [0, 2, 3]
-    tokenizer.encode = lambda text: list(map(int, text))
-    assert rlhf.encode(tokenizer, "23") == [2, 3]
-    assert rlhf.encode(tokenizer, "1") == [1]
-
-
-@pytest.mark.parametrize("script", [grpo])
-def test_an_adapter_can_be_merged(script, folder, tmp_path, monkeypatch):
-    """From another folder than that of training, where the model was named by a relative path."""
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    shutil.copytree(folder / "llama", tmp_path / "llama")
-    monkeypatch.chdir(tmp_path)
-    path = script.train(real_args(script, folder, model="llama", lora_rank=2)).resolve()
-    monkeypatch.chdir(folder)
-    merged = peft.AutoPeftModelForCausalLM.from_pretrained(path.parent / "model").merge_and_unload()
-    merged.save_pretrained(tmp_path / "merged")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    models, _ = shared.pretrained(script, real_args(script, folder, lora_rank=2))
-    models.load_state_dict(load(path)["weights"], strict=False)
-    inputs = {"input_ids": torch.tensor([[3, 4, 5]])}
-    torch.testing.assert_close(again(**inputs).logits, models.actor(**inputs).logits, atol=1e-5, rtol=1e-5)
 
 
 WRONG = [
     (rlhf, {"num_minibatches": 3}, "--batch-size"),
-    (rlhf, {"temperature": 0.0}, "--temperature"),
     (rlhf, {"model": "x", "prompts": "y"}, "--reward-model or --reward-function"),
-    (rlhf, {"model": "x", "reward_model": "y"}, "--prompts"),
-    (grpo, {"group_size": 1}, "--group-size"),
+    (rlhf, {"kl_target": 5.0, "kl_coef": 0.0}, "--kl-target"),
     (grpo, {"group_size": 3}, "--batch-size"),
+    (grpo, {"learning_rate": -1.0}, "--learning-rate"),
     (grpo, {"kl_in": "loss"}, "--kl-coef"),
     (grpo, {"kl_in": "loss", "kl_coef": 0.1, "ratio": "sequence"}, "--ratio"),
-    (rlhf, {"kl_target": 5.0, "kl_coef": 0.0}, "--kl-target"),
-    (
-        rlhf,
-        {"reward_model_updates": 2, "model": "x", "prompts": "y", "reward_model": "z"},
-        "--reward-model-updates",
-    ),
-    (grpo, {"learning_rate": -1.0}, "--learning-rate"),
-    (grpo, {"resume": __file__}, "not a checkpoint"),
-    (grpo, {"lora_rank": 4}, "--lora-rank"),
-    (grpo, {"model": "x", "prompts": "y"}, "--reward-function"),
-    (grpo, {"model": "x", "prompts": os.devnull, "reward_function": "missing:f"}, "missing"),
     (grpo, {"model": "x", "prompts": os.devnull, "reward_function": "math:missing"}, "missing"),
     (grpo, {"resume": "missing.pt"}, "missing.pt"),
 ]
 
 
-@pytest.mark.parametrize(("script", "settings", "name"), WRONG, ids=str)
-def test_wrong_settings(script, settings, name, folder, tmp_path):
-    """The command line says in one line which they are; nothing is written."""
+@pytest.mark.parametrize(("script", "settings", "name"), WRONG, ids=label)
+def test_wrong_settings_are_refused_in_one_line(script, settings, name, folder, tmp_path):
     model = {"model": str(folder / "llama")} if "model" in settings else {}
     done = command(script, tmp_path, *flags(**settings | model))
     assert done.status == 2
@@ -1768,49 +1593,3 @@ def test_wrong_settings(script, settings, name, folder, tmp_path):
     assert line.startswith(f"{script.__name__}.py: ")
     assert name in line
     assert not list(tmp_path.iterdir())
-
-
-def test_bfloat16_needs_a_model():
-    """The built-in networks would compute their logits in bfloat16."""
-    with pytest.raises(ValueError, match="--bfloat16"):
-        rlhf.train(rlhf.Args(bfloat16=True))
-
-
-def test_gpt_is_that_of_transformers():
-    """With the same weights, log-probabilities and samples are the same."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=11, n_embd=16, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0, embd_pdrop=0,
-        attn_pdrop=0,
-    )  # fmt: skip
-    theirs, ours = transformers.GPT2LMHeadModel(config).double().eval(), random_gpt(1, vocabulary=11)
-    names = {
-        "transformer.": "", "wte": "tokens", "wpe": "positions", "ln_f": "norm", "h.": "blocks.",
-        "ln_": "norm", "attn.c_attn": "qkv", "attn.c_proj": "projection", "mlp.c_fc": "hidden",
-        "mlp.c_proj": "output",
-    }  # fmt: skip
-    for name, weight in theirs.named_parameters():
-        transposed = name.endswith("weight") and ".c_" in name
-        for their_part, our_part in names.items():
-            name = name.replace(their_part, our_part)
-        own = ours.get_parameter(name).detach()
-        weight.data.copy_(own.T if transposed else own)
-    batch = to_responses([2, 3], [[0, 2, STOP], [3, 3, 0, 0, 2, STOP]], padding=3)
-    own, other = (rlhf.token_log_probs(model, batch, 0.7) for model in (ours, theirs))
-    torch.testing.assert_close(own[batch.mask], other[batch.mask])
-    task, generated = make_task(["2 3", "7 8 9 10"]), []
-    task.stop_tokens.clear()
-    for model in (ours, theirs):
-        torch.manual_seed(0)
-        generated.append(rlhf.generate(model, task, task.prompts, rlhf.Args(max_response_length=6))[0])
-    assert all(torch.equal(own, other) for own, other in zip(*generated, strict=True))
-
-
-def test_a_reference_that_was_not_saved_is_missed(tmp_path, monkeypatch):
-    """A run without a KL penalty has no reference to resume with one; a new network would be another."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(grpo, "learn_to_write", lambda *given: None)
-    args = grpo.Args(batch_size=32, num_minibatches=2, total_episodes=32)
-    path = grpo.train(args)
-    with pytest.raises(grpo.RefusedError, match="reference"):
-        grpo.train(replace(args, resume=str(path), total_episodes=64, kl_coef=0.1))

@@ -1,4 +1,4 @@
-"""Learning: probes that isolate one thing to learn and have a known answer, and tasks that are solved."""
+"""Each variant learns probes that have a known answer, and the defaults solve tasks."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,7 @@ PLAIN |= {"norm_adv": True, "ent_coef": 0.0, "vf_coef": 0.5, "gamma": GAMMA, "ev
 
 
 def learn(case, pays, length=1, iterations=40, truncates=False, **settings):
-    """Train on a probe. Returns the agent, and its states [length, 2, 1 + length] with a cue of -1 and 1."""
+    """Train on a probe. Return the agent, and its states [length, 2, 1 + length] with a cue of -1 and 1."""
     env_id = case.walk.replace("Walk", "Probe")
     kwargs = json.dumps({"pays": pays, "length": length, "truncates": truncates})
     changed = {"env_id": env_id, "env_kwargs": kwargs, "total_timesteps": 13 * 16 * iterations}
@@ -34,7 +34,7 @@ def empty_folder(tmp_path, monkeypatch):
 
 
 SUMS = [[sum(GAMMA**i for i in range(5 - step))] * 2 for step in range(5)]
-VALUES = {  # what pays, the episodes, and the values of their states with a cue of -1 and 1
+VALUES = {  # the reward, the episodes, and the values of their states with a cue of -1 and 1
     "a constant": (("always", 1), {}, [[1, 1]]),
     "the observation": (("cue", 1), {}, [[-1, 1]]),
     "an end": (("always", 5), {}, SUMS),
@@ -45,8 +45,7 @@ VALUES = {  # what pays, the episodes, and the values of their states with a cue
 @pytest.mark.slow
 @each_script
 @pytest.mark.parametrize("name", VALUES)
-def test_values(case, name):
-    """The critic learns them: from what is seen, discounted, up to an end, and beyond a time limit."""
+def test_the_critic_learns_discounted_values_up_to_an_end_and_beyond_a_time_limit(case, name):
     (pays, length), settings, expected = VALUES[name]
     agent, states = learn(case, pays, length, **settings)
     assert agent.value(states).detach().numpy() == pytest.approx(np.array(expected), abs=0.25)
@@ -71,8 +70,8 @@ CASES += [(CONTINUOUS, name) for name in VARIANTS]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "name"), CASES, ids=str)
-def test_actions(case, name):
-    """Each variant learns to act as the cue says: action 1, or one above the middle, where it is 1."""
+def test_each_variant_learns_to_act_as_the_cue_says(case, name):
+    """It takes action 1, or one above the middle, if the cue is 1."""
     agent, states = learn(case, **{"pays": "match", **VARIANTS[name]})
     torch.manual_seed(1)
     with torch.no_grad():
@@ -82,16 +81,13 @@ def test_actions(case, name):
     assert high[:, 1].float().mean() > 0.9
 
 
-SOLVED = {  # case, environment, steps: the return that the policy must have
-    (DISCRETE, "CartPole-v1", 60_000): 450,
-    (CONTINUOUS, "Pendulum-v1", 100_000): -400,
-}
+SOLVED = [  # case, environment, steps, and the return that the policy must have
+    pytest.param(DISCRETE, "CartPole-v1", 60_000, 450, marks=pytest.mark.slow),
+    pytest.param(CONTINUOUS, "Pendulum-v1", 100_000, -400, marks=pytest.mark.nightly),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("task", SOLVED, ids=lambda task: task[1])
-def test_tasks_are_solved(task):
-    """By the default settings, in a short run."""
-    case, env_id, steps = task
+@pytest.mark.parametrize(("case", "env_id", "steps", "wanted"), SOLVED, ids=str)
+def test_the_default_settings_solve_a_task_in_a_short_run(case, env_id, steps, wanted):
     results = case.script.train(case.script.Args(env_id=env_id, total_timesteps=steps))
-    assert results["greedy_returns"].mean() >= SOLVED[task]
+    assert results["greedy_returns"].mean() >= wanted

@@ -1,4 +1,4 @@
-"""What a run leaves behind: TensorBoard's curves, the folder's name, Weights & Biases."""
+"""The logs of a run: TensorBoard's curves, the name of its folder, Weights & Biases."""
 
 import json
 import re
@@ -14,8 +14,8 @@ from helpers import DISCRETE, checkpoint_in, curves, load, memory_too, run
 
 
 @memory_too
-def test_episodes(case, tmp_path):
-    """Returns and lengths of the episodes that ended in an iteration, as the environment saw it."""
+def test_each_iteration_logs_the_returns_and_lengths_of_the_episodes_that_ended_in_it(case, tmp_path):
+    """They are those that the environment itself has counted."""
     run(case, tmp_path, num_envs=1, num_minibatches=1, num_steps=128, total_timesteps=1000)
     path = checkpoint_in(tmp_path)
     data, end = curves(path.parent), 0
@@ -34,11 +34,13 @@ def test_episodes(case, tmp_path):
     assert data["eval/greedy_return"] == {step: pytest.approx(np.mean(evaluated), rel=1e-5)}
 
 
-def test_a_run(tmp_path, monkeypatch):
-    """What a changed loss adds to the metrics is a curve; a name with a slash is its whole tag.
+def test_a_run_logs_added_metrics_and_saves_each_minute_without_losing_the_last_checkpoint(
+    tmp_path, monkeypatch
+):
+    """A metric that a changed loss adds becomes a curve; a name with a slash is its whole tag.
 
-    It may be a number of NumPy: a checkpoint can be loaded all the same. The speed is that since the start.
-    A checkpoint is saved at first, then each minute; where that fails, the last one is still there.
+    The speed is the mean since the start. A checkpoint is saved after the first iteration, then each minute.
+    If saving fails, the last one is still there.
     """
     monkeypatch.chdir(tmp_path)
     clock = [0.0]
@@ -68,8 +70,8 @@ def test_a_run(tmp_path, monkeypatch):
     assert load(path)["state"]["global_step"] == 1500
 
 
-def test_folder_names(tmp_path):
-    """<env>__<exp>__<seed>__<time>, one folder whatever stands in a name; and no two runs share one."""
+def test_each_run_has_one_folder_named_by_environment_experiment_seed_and_time(tmp_path):
+    """Slashes and colons in a name make no other folders. No two runs share a folder."""
     for _ in range(2):
         run(DISCRETE, tmp_path, "--exp-name", "../a b:c", total_timesteps=130, seed=7)
     names = sorted(path.parent.name for path in tmp_path.glob("runs/*/checkpoint.pt"))
@@ -79,8 +81,7 @@ def test_folder_names(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-def test_tracking(tmp_path, monkeypatch):
-    """--track mirrors TensorBoard to W&B, under the name of the run's folder."""
+def test_track_mirrors_tensorboard_to_wandb_under_the_name_of_the_runs_folder(tmp_path, monkeypatch):
     lines = ["import glob, json", "def init(**settings):"]
     lines.append("    json.dump(settings | {'before': glob.glob('runs/*/*')}, open('called.json', 'w'))")
     (tmp_path / "wandb.py").write_text("\n".join(lines))

@@ -1,4 +1,4 @@
-"""The documents keep their promises: their code blocks run, and all that they name exists."""
+"""Tests of the documents: their code blocks run, and the flags, files and metrics that they name exist."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ PROGRAMS = [text for language, text in BLOCKS if language == "python"]
 COMMANDS = [
     line for language, text in BLOCKS if language == "sh" for line in re.findall("^[^#].*", text, re.M)
 ]
-SET_UP = [line for line in COMMANDS if re.match(r"(python3 -m venv|pip|uv|uvx) ", line)]
+SET_UP = [line for line in COMMANDS if re.match(r"(python3 -m venv|source|pip|uv) ", line)]
 LOOPS = [line for line in COMMANDS if line.startswith("for ")]
-CALLS = [line for line in COMMANDS if re.match(r"python (ppo\w*|plot|coach)\.py", line)]
+CALLS = [line for line in dict.fromkeys(COMMANDS) if re.match(r"python (ppo\w*|plot|coach)\.py", line)]
 TOOLS = {"plot.py": plot, "coach.py": coach}
 CHANGED = ppo, ppo_continuous, ppo_lstm  # by programs; what they replace is put back
 # Settings with which a command takes about a second. Where a script lacks one, it is left out.
@@ -63,25 +63,26 @@ SHORT |= {"eval_episodes": 2}
 
 
 def parameters(texts: list[str]) -> list:
-    """The texts, as parameters of a test. Those that compile, export, record or play Atari games are slow."""
+    """Return texts as parameters of a test. Those that export, record or play Atari games are slow, for example."""
     found = []
     for text in texts:
-        slow = re.search(
-            "--compile|torch.export|--capture-video|atari|import jax|import ppo_gpu|torchrun", text
-        )
-        marks = [pytest.mark.slow] if slow else []
+        marks = []
+        if re.search("--compile|torch.export|--capture-video|atari|import ppo_gpu|optuna", text):
+            marks = [pytest.mark.slow]
+        if re.search("import jax|torchrun", text):
+            marks = [pytest.mark.nightly]
         found.append(pytest.param(text, marks=marks, id=text.splitlines()[0].strip("# ")))
     return found
 
 
 def shortened(script) -> list[str]:
-    """Flags that make a command of this script short."""
+    """Return flags that make a command of this script short."""
     names = [field.name for field in fields(script.Args) if field.name in SHORT]
     return [word for name in names for word in (f"--{name.replace('_', '-')}", str(SHORT[name]))]
 
 
 def call(name: str, folder: Path, *args: str):
-    """Run a script or a tool in a folder. It must succeed. Returns what it printed."""
+    """Run a script or a tool in a folder. It must succeed. Return its output."""
     done = helpers.call(SimpleNamespace(script=(SCRIPTS | TOOLS)[name], file=name), folder, *args)
     assert done.status == 0, done.err
     return done.out
@@ -89,7 +90,7 @@ def call(name: str, folder: Path, *args: str):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with `my_env.py` of the README, and runs of `ppo.py` and `ppo_continuous.py`."""
+    """Make a folder with `my_env.py` and runs of `ppo.py` and `ppo_continuous.py`."""
     folder = tmp_path_factory.mktemp("user")
     (program,) = (text for text in PROGRAMS if text.startswith("# my_env.py"))
     (folder / "my_env.py").write_text(program, encoding="utf-8")
@@ -100,7 +101,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def user(folder, tmp_path, monkeypatch):
-    """A user who works in a copy of this folder. Whatever is done to the scripts is undone."""
+    """Work as a user in a copy of this folder. Changes of the scripts are undone afterwards."""
     before, copy = [dict(vars(script)) for script in CHANGED], tmp_path / "user"
     shutil.copytree(folder, copy)
     monkeypatch.chdir(copy)
@@ -113,13 +114,8 @@ def user(folder, tmp_path, monkeypatch):
     sys.modules.pop("my_env", None)
 
 
-def checkpoint_in(folder: Path) -> Path:
-    """The checkpoint of `ppo.py` on CartPole."""
-    return checkpoint_of("ppo", folder)
-
-
 def checkpoint_of(script: str, folder: Path) -> Path:
-    """The checkpoint of a script in the user's folder; `ppo_gpu.py` trains only now."""
+    """Return the checkpoint of a script in the user's folder; `ppo_gpu.py` trains only now."""
     if script == "ppo_gpu":
         args = ppo_gpu.Args(exp_name="for_export", num_envs=64, total_timesteps=2000, device="cpu")
         return Path(ppo_gpu.train(args)["checkpoint"])
@@ -128,15 +124,15 @@ def checkpoint_of(script: str, folder: Path) -> Path:
     return path
 
 
-def test_each_line_has_a_test():
-    """Each command is run by one of the tests below; `python my_env.py` runs with the other programs."""
+def test_each_command_of_the_pages_is_run_by_a_test_below():
+    """`python my_env.py` runs with the other programs."""
     assert set(COMMANDS) - {*SET_UP, *LOOPS, *CALLS} == {"python my_env.py"}
     assert {language for language, _ in BLOCKS} == {"python", "sh", "text"}
 
 
 @pytest.mark.parametrize("program", parameters(PROGRAMS))
-def test_each_program_runs(program, user, monkeypatch, capsys):
-    """Each Python block runs as a file, by the command in its first line, with short trainings."""
+def test_each_python_block_runs_by_the_command_in_its_first_line(program, user, monkeypatch, capsys):
+    """Its training is short here."""
     for module in ("optuna", "onnxscript", "onnxruntime", "jax", "mjlab", "minigrid", "envpool"):
         if re.search(rf"(import|from|install.*) {module}\b", program):
             pytest.importorskip(module)
@@ -165,11 +161,11 @@ def test_each_program_runs(program, user, monkeypatch, capsys):
     warned = "do not compute the same policy" in capsys.readouterr().out
     assert warned == program.startswith("# symmetry.py")  # of which the text says so
     if command[1] == "export.py":
-        check_exported(user, checkpoint_in(user))
+        check_exported(user, checkpoint_of("ppo", user))
 
 
 def run_by_torchrun(program: str, folder: Path) -> None:
-    """Two processes, by the command in the first line; only one run is there, with the steps of both."""
+    """Run two processes by the command in the first line. They make only one run, with the steps of both."""
     (folder / "my_processes.py").write_text(program, encoding="utf-8")
     words = shlex.split(program.splitlines()[0].partition("torchrun ")[2])
     words += shortened(ppo_continuous)
@@ -183,7 +179,7 @@ def run_by_torchrun(program: str, folder: Path) -> None:
 
 
 def check_exported(folder: Path, checkpoint: Path) -> None:
-    """Both exported policies act as the checkpoint's policy does, in batches of any size."""
+    """Check that both exported policies act as the checkpoint's policy does, in batches of any size."""
     from onnx.reference import ReferenceEvaluator
 
     obs = torch.randn(7, 4)
@@ -196,8 +192,8 @@ def check_exported(folder: Path, checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("line", parameters(CALLS))
 def test_each_command_runs(line, user):
-    """Each command of a script, with short trainings and evaluations of a checkpoint that is there."""
-    line = line.replace("runs/.../checkpoint.pt", str(checkpoint_in(user)))
+    """Its training is short here, and the checkpoint that it names is one that exists."""
+    line = line.replace("runs/.../checkpoint.pt", str(checkpoint_of("ppo", user)))
     name, *args = shlex.split(line, comments=True)[1:]
     if name in TOOLS:
         call(name, user, *args, *(["--seconds", "0"] if "plan" in args else []))
@@ -208,13 +204,13 @@ def test_each_command_runs(line, user):
 
 
 def test_every_flag_exists():
-    """Each --flag that the documents name belongs to a script, or to a tool that they call."""
+    """The flags of the documents are those of a script, or of a program that they call."""
     settings = [script.Args for script in (*SCRIPTS.values(), ppo_gpu, ppo_rlhf, grpo)]
     names = {field.name for kind in (*settings, coach.Plan, coach.Check) for field in fields(kind)}
     flags = {f"--{prefix}{name.replace('_', '-')}" for name in names for prefix in ("", "no-")}
     others = {"--help", "--compare", "--nproc-per-node", "--fix", "--check", "--logdir"}
-    others |= {"--extra", "--torch-backend", "--with-editable", "--no-deps"}  # of uv and pip
-    others |= {"--fast", "--lowest"}  # .ci/run
+    others |= {"--extra", "--torch-backend", "--no-deps"}  # of uv and pip
+    others |= {"--fast", "--lowest", "--all"}  # of .ci/run and pytest
     others |= {"--nnodes", "--rdzv-backend", "--rdzv-endpoint"}  # of torchrun
     others |= {"--only", "--store", "--dry-run", "--peers", "--cleanrl", "--purejaxrl"}
     for name, text in PAGES.items():
@@ -222,8 +218,7 @@ def test_every_flag_exists():
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values())
-def test_every_variant_is_accepted(script):
-    """The flags in the table of variants parse and are accepted together."""
+def test_the_flags_of_each_variant_are_accepted_together(script):
     variants = re.findall(r"^\| [^|`]+ \| `(--[^`]+)` \| ([^|]*)\|$", VARIANTS, re.MULTILINE)
     assert len(variants) > 5
     for flags, also in variants:
@@ -231,8 +226,7 @@ def test_every_variant_is_accepted(script):
             script.check(tyro.cli(script.Args, args=shlex.split(flags)))
 
 
-def test_links():
-    """Each local link and image is a file, and each anchor a heading."""
+def test_local_links_lead_to_files_and_headings():
     for name, text in PAGES.items():
         path, text = ROOT / name, re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
         files = re.findall(r"(?:src|srcset)=\"([^\"]+)\"", text)
@@ -246,22 +240,18 @@ def test_links():
 
 
 def tags_in(folder: Path) -> set[str]:
-    """The tags of a run's scalars."""
+    """Return the tags of a run's scalars."""
     return {*helpers.curves(folder), "charts/SPS"}
 
 
 def documented_tags() -> set[str]:
-    """The tags that have a row in a table."""
+    """Return the tags that have a row in a table."""
     rows = [line.split(" | ")[0] for line in METRICS.splitlines() if line.startswith("| `")]
     return {tag for row in rows for tag in re.findall(r"`(\w+/\w+)`", row)}
 
 
-each_script = pytest.mark.parametrize("name", parameters(list(SCRIPTS)))
-
-
-@each_script
+@pytest.mark.parametrize("name", parameters(list(SCRIPTS)))
 def test_every_metric_is_documented(name, folder, tmp_path):
-    """Each tag that a script writes has a row. `folder` has runs of `ppo.py` and `ppo_continuous.py`."""
     if name in ("ppo_atari.py", "ppo_lstm.py"):
         folder = tmp_path
         call(name, folder, *shortened(SCRIPTS[name]))
@@ -270,15 +260,14 @@ def test_every_metric_is_documented(name, folder, tmp_path):
     assert tags <= documented_tags()
 
 
-def test_no_other_metric_is_documented(folder):
-    """Each tag that has a row is written by a run, or named in the script for Atari."""
+def test_every_documented_metric_is_written(folder):
+    """Those of Atari games are only looked for in the text of the script."""
     written = set().union(*(tags_in(run) for run in folder.glob("runs/*")))
     atari = (ROOT / "ppo_atari.py").read_text(encoding="utf-8")
     assert [tag for tag in documented_tags() - written if f'"{tag.split("/")[1]}"' not in atari] == []
 
 
-def test_equations_are_where_the_table_says():
-    """The functions and classes in the table of equations are in `ppo.py`, before the ruled line."""
+def test_the_equations_of_the_readmes_table_are_above_the_ruled_line_of_ppo():
     first_half = (ROOT / "ppo.py").read_text(encoding="utf-8").split("# ========")[0]
     (table,) = re.findall(r"\| paper \| code \|\n(.*?)\n\n", README, re.DOTALL)
     names = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.rsplit(" | ", 1)[1])]

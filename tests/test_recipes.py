@@ -1,4 +1,4 @@
-"""What the recipes promise beyond running: their policies are right, and nothing is learnt twice or lost."""
+"""Tests of what the recipes promise beyond running: right policies, and no transition learnt twice or lost."""
 
 import os
 import re
@@ -22,14 +22,12 @@ PROGRAMS = {
     text.split()[1].rstrip(":"): text
     for text in re.findall(r"^```python\n(# .*?)^```", PAGES, re.DOTALL | re.MULTILINE)
 }
-
-
 TEXTS = re.findall(r"^```text\n(.*?)^```", PAGES, re.DOTALL | re.MULTILINE)  # parts of programs
 
 
 @pytest.fixture
 def recipe(tmp_path):
-    """`recipe(name)` has what a program defines; what it replaces in the scripts is put back afterwards."""
+    """Load a program by `recipe(name)`. What it replaces in the scripts is put back afterwards."""
     scripts = ppo, ppo_continuous, ppo_lstm
     before = [dict(vars(script)) for script in scripts]
 
@@ -45,7 +43,7 @@ def recipe(tmp_path):
 
 @pytest.fixture
 def pairs(recipe):
-    """`check_policy`, and what to give it: the agent of `my_choices.py`, masked observations, all actions."""
+    """Return `check_policy`, the agent of `my_choices.py`, observations, all actions, and which are forbidden."""
     check_policy, choices = recipe("my_policy_test.py")["check_policy"], recipe("my_choices.py")["CHOICES"]
     torch.manual_seed(1)
     env = gym.wrappers.FlattenObservation(ppo.make_env(ppo.Args()))
@@ -54,67 +52,52 @@ def pairs(recipe):
     agent = ppo.Agent(ppo.Args(), env.observation_space, int(env.action_space.n))
     for parameter in agent.actor.parameters():
         parameter.data += 0.3 * torch.randn(parameter.shape)
-    return check_policy, agent, obs, torch.cartesian_prod(*map(torch.arange, choices.tolist()))
-
-
-def test_choices_are_independent(pairs):
-    """Masks are kept; probabilities, entropy, KL and what is drawn are those of all twelve actions."""
-    check_policy, agent, obs, actions = pairs
+    actions = torch.cartesian_prod(*map(torch.arange, choices.tolist()))
     allowed = obs[:, :8].reshape(8, 2, 4)
     forbidden = [(allowed[:, 0, first] == 0) | (allowed[:, 1, second] == 0) for first, second in actions]
-    check_policy(agent, obs, actions, torch.stack(forbidden))
+    return check_policy, agent, obs, actions, torch.stack(forbidden)
 
 
-MISTAKES = [
-    "mask of wrong columns",
-    "mask only to act",
-    "mean over numbers",
-    "temperature only to act",
-    "at random in one of 20 steps",
-    "another policy is returned",
-    "half of the entropy",
-    "KL the other way round",
-]
+def test_the_two_choices_of_an_action_are_independent_and_masked(pairs):
+    """Probabilities, entropy, KL divergence and samples are those of all twelve actions."""
+    check_policy, *given = pairs
+    check_policy(*given)
+
+
+def unmasked_to_learn(policy, agent, obs):
+    free = obs.clone()
+    free[:, :8] = 1
+    return policy(agent, obs if torch.is_inference_mode_enabled() else free)
+
+
+def sometimes_at_random(act, agent, obs, noise):
+    policy, actions = act(agent, obs, noise)
+    chance = np.random.default_rng(1).random(len(actions)) < 0.05
+    return policy, np.where(chance[:, None], 0, actions)
+
+
+MISTAKES = {  # a function, and its replacement, whose first input is the function
+    "the mask is of wrong columns": ("policy", lambda policy, agent, obs: policy(agent, obs.roll(1, -1))),
+    "the mask is only used to act": ("policy", unmasked_to_learn),
+    "log-probabilities are means over numbers": ("log_prob", lambda old, *inputs: old(*inputs) / 2),
+    "a temperature is only used to act": ("act", lambda act, agent, obs, noise: act(agent, obs, 1.5 * noise)),
+    "one of 20 actions is random": ("act", sometimes_at_random),
+    "another policy is returned": ("act", lambda act, *inputs: (act(*inputs)[0].roll(1), act(*inputs)[1])),
+    "the entropy is half of it": ("entropy", lambda entropy, policy: entropy(policy) / 2),
+    "the KL divergence is reversed": ("kl_divergence", lambda kl, old, new: kl(new, old)),
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_test_of_a_policy_sees(mistake, pairs, monkeypatch):
-    """Mistakes with which training goes on, and learns something else."""
-    check_policy, agent, *given = pairs
-    act, log_prob, entropy, kl = ppo.act, ppo.log_prob, ppo.entropy, ppo.kl_divergence
-    policy = type(agent).policy
-
-    def unmasked_to_learn(self, obs):
-        free = obs.clone()
-        free[:, :8] = 1
-        return policy(self, obs if torch.is_inference_mode_enabled() else free)
-
-    def sometimes_at_random(agent, obs, noise):
-        policy, actions = act(agent, obs, noise)
-        chance = np.random.default_rng(1).random(len(actions)) < 0.05
-        return policy, np.where(chance[:, None], 0, actions)
-
-    if mistake == "mask of wrong columns":
-        allowed = given[0][:, :8].reshape(8, 2, 4)
-        forbidden = [(allowed[:, 0, first] == 0) | (allowed[:, 1, second] == 0) for first, second in given[1]]
-        given.append(torch.stack(forbidden))
-        monkeypatch.setattr(type(agent), "policy", lambda self, obs: policy(self, obs.roll(1, -1)))
-    if mistake == "mask only to act":
-        monkeypatch.setattr(type(agent), "policy", unmasked_to_learn)
-    if mistake == "mean over numbers":
-        monkeypatch.setattr(ppo, "log_prob", lambda *inputs: log_prob(*inputs) / 2)
-    if mistake == "temperature only to act":
-        monkeypatch.setattr(ppo, "act", lambda agent, obs, noise: act(agent, obs, 1.5 * noise))
-    if mistake == "at random in one of 20 steps":
-        monkeypatch.setattr(ppo, "act", sometimes_at_random)
-    if mistake == "another policy is returned":
-        monkeypatch.setattr(ppo, "act", lambda *inputs: (act(*inputs)[0].roll(1), act(*inputs)[1]))
-    if mistake == "half of the entropy":
-        monkeypatch.setattr(ppo, "entropy", lambda policy: entropy(policy) / 2)
-    if mistake == "KL the other way round":
-        monkeypatch.setattr(ppo, "kl_divergence", lambda old, new: kl(new, old))
+def test_check_policy_sees_mistakes_with_which_training_goes_on(mistake, pairs, monkeypatch):
+    check_policy, agent, obs, actions, forbidden = pairs
+    name, replacement = MISTAKES[mistake]
+    owner = type(agent) if name == "policy" else ppo
+    function = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *inputs: replacement(function, *inputs))
+    known = [forbidden] if mistake == "the mask is of wrong columns" else []
     with pytest.raises(AssertionError):
-        check_policy(agent, *given)
+        check_policy(agent, obs, actions, *known)
 
 
 def text_with(words: str) -> str:
@@ -122,24 +105,17 @@ def text_with(words: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("columns", ["as on the page", "another"])
-def test_the_test_of_a_policy_sees_the_mask_of_taxi(columns, recipe, tmp_path, monkeypatch):
-    """The text for Taxi, at the end of the program: it passes, and fails with a mask of other columns."""
+@pytest.mark.slow
+def test_check_policy_accepts_the_masks_of_taxi(recipe, tmp_path, monkeypatch):
+    """The page's text for Taxi stands at the end of the program."""
     (tmp_path / "my_policy_test.py").write_text(PROGRAMS["my_policy_test.py"], encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_policy_test", raising=False)
-    program = PROGRAMS["my_masks.py"] + text_with("check_policy(agent")
-    if columns == "as on the page":
-        recipe("my_masks.py", program)
-        return
-    start = "obs[..., : logits.shape[-1]]"
-    assert start in program
-    with pytest.raises(AssertionError, match="the mask"):
-        recipe("my_masks.py", program.replace(start, "obs[..., 1 : logits.shape[-1] + 1]"))
+    recipe("my_masks.py", PROGRAMS["my_masks.py"] + text_with("check_policy(agent"))
 
 
-def test_torques_are_chosen(recipe):
-    """The text for HalfCheetah: the first and the last choice are the bounds, the sixth is no torque."""
+def test_of_eleven_torques_the_first_and_last_are_the_bounds_and_the_sixth_is_none(recipe):
+    """The page's text for HalfCheetah replaces parts of the program."""
     pytest.importorskip("mujoco")
     program = PROGRAMS["my_choices.py"]
     start, end = program.index("class Pairs"), program.index("CHOICES =")
@@ -159,8 +135,8 @@ def test_torques_are_chosen(recipe):
     assert agent.policy(torch.zeros(3, 66 + 17)).shape == (3, 6, 11)
 
 
-def test_trials_are_pruned(recipe, tmp_path, monkeypatch):
-    """A trial that the pruner stops ends early and is saved; the next one is not stopped with it."""
+@pytest.mark.slow
+def test_a_pruned_trial_ends_early_and_is_saved_and_the_next_one_trains(recipe, tmp_path, monkeypatch):
     optuna = pytest.importorskip("optuna")
     monkeypatch.chdir(tmp_path)
     program, _, _ = PROGRAMS["my_sweep.py"].partition("pruner = ")
@@ -179,8 +155,8 @@ def test_trials_are_pruned(recipe, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["my_memory.py", "my_masked_memory.py", "my_window.py"])
-def test_what_acts_with_a_memory_is_what_learns(name, recipe):
-    """Step by step, the policies and values are those of one pass through all steps, also from a memory."""
+def test_agents_with_a_memory_act_as_they_learn(name, recipe):
+    """Policies and values step by step are those of one pass through all steps, also from a first memory."""
     recipe(name)
     torch.manual_seed(1)
     args = ppo_lstm.Args(hidden_size=8)
@@ -204,8 +180,8 @@ def test_what_acts_with_a_memory_is_what_learns(name, recipe):
 
 
 @pytest.mark.parametrize("settings", [{"scale_actions": False}, {"env_id": "unbounded"}])
-def test_tanh_needs_bounds(settings, recipe):
-    """Where tanh would shrink the actions without a word, the settings are refused."""
+def test_squashed_actions_without_scaled_bounds_are_refused(settings, recipe):
+    """Otherwise, tanh would shrink the actions without a word."""
     recipe("my_squashed.py")
     args = ppo_continuous.Args(**settings)
     highest = np.inf if args.env_id == "unbounded" else 1
@@ -214,7 +190,7 @@ def test_tanh_needs_bounds(settings, recipe):
 
 
 class Leaves:
-    """Of two agents, the first leaves after two steps, with a reward of 5; the second stays for four."""
+    """This environment has two agents. The first leaves after two steps with a reward of 5, the second after four."""
 
     possible_agents, render_mode = ["first", "second"], None
 
@@ -242,8 +218,8 @@ class Leaves:
         return obs, rewards, {name: over[name] for name in present}, no, {name: {} for name in present}
 
 
-def test_agents_that_leave(recipe):
-    """What follows is not learnt from, and is no episode; their team resets when all have left."""
+def test_rows_of_agents_that_have_left_are_not_learnt_from_and_are_no_episode(recipe):
+    """A team resets when all of its agents have left."""
     made = recipe("my_agents.py")
     made["Team"].__init__.__globals__["Meeting"] = Leaves
     args = ppo.Args(num_envs=4, num_steps=11)
@@ -294,7 +270,7 @@ if rank == 0:
 
 @pytest.mark.slow
 def test_two_processes_learn_like_one(tmp_path):
-    """Parts of a batch, of 23 and 37 transitions: all is as the plain script has it with the whole batch."""
+    """Their parts of a batch have 23 and 37 transitions. All is as in the plain script with the whole batch."""
     (tmp_path / "my_processes.py").write_text(PROGRAMS["my_processes.py"], encoding="utf-8")
     (tmp_path / "check.py").write_text(CHECK, encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

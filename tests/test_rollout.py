@@ -1,4 +1,4 @@
-"""What the environments do arrives in the rollout, row by row, and the agent's policy chooses the actions."""
+"""A rollout has what the environments did, row by row, and actions that the policy has sampled."""
 
 import copy
 import math
@@ -23,7 +23,7 @@ VARIANTS = {  # script, settings, type of the environments
 
 
 def collect(case, rollouts, **settings):
-    """The agent, copies of several consecutive rollouts, their episodes, and the type of the environments."""
+    """Return the agent, copies of consecutive rollouts, their episodes, and the type of the environments."""
     args = case.make_args(**{"num_steps": STEPS, **settings})
     envs, agent, rollout = case.begin(args)
     copies, episodes = [], []
@@ -35,7 +35,7 @@ def collect(case, rollouts, **settings):
 
 
 def received(case, actions):
-    """What the environments get for the actions of a rollout."""
+    """Return the actions that the environments receive for those of a rollout."""
     if case is DISCRETE:
         return actions
     space = scripted_envs.ScriptedBox.action_space
@@ -43,7 +43,7 @@ def received(case, actions):
 
 
 def replay(key, actions):
-    """What one environment does with these actions: rows, (row, return, length) of episodes, and the end."""
+    """Play the script with these actions. Return rows, (row, return, length) of episodes, the last state."""
     rows, episodes = [], []
     start = -np.ones_like(actions[0])
     episode, step, total, last, ended = 0, 0, 0.0, start, False
@@ -64,8 +64,8 @@ def replay(key, actions):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_rollout_is_the_script(variant):
-    """Observations, true successors, rewards, ends, filler rows and episodes, also between rollouts.
+def test_rollouts_have_each_transition_and_episode_of_the_scripted_environments(variant):
+    """Observations, rewards, ends and filler rows are the script's, also from one rollout to the next.
 
     Each action is a sample of the policy for its row's normalised observation.
     """
@@ -94,7 +94,7 @@ def test_rollout_is_the_script(variant):
 
 
 def assert_sampled(case, agent, rollouts):
-    """log π(a|s) is -H(π) on average; the noise of continuous actions has a standard normal distribution."""
+    """Check that log π(a|s) is -H(π) on average, and that the noise of continuous actions is normal."""
     surprise, noise = [], []
     for rollout in rollouts:
         policy = torch.from_numpy(case.policy(agent, rollout.obs[:-1]))
@@ -110,8 +110,8 @@ def assert_sampled(case, agent, rollouts):
 @pytest.mark.parametrize(
     ("case", "env_id"), [(DISCRETE, "Still-v0"), (CONTINUOUS, "StillBox-v0")], ids=["ppo", "ppo_continuous"]
 )
-def test_actions_fit_the_policy_and_are_independent(case, env_id):
-    """Where all states are the same: of other time steps, environments, rollouts, numbers of an action."""
+def test_actions_have_the_policys_distribution_and_are_independent(case, env_id):
+    """All states are equal here. Actions do not depend on those of other steps, environments or rollouts."""
     agent, copies, *_ = collect(case, 3, env_id=env_id, num_envs=8, num_steps=400)
     actions = np.stack([rollout.actions for rollout in copies])
     if case is DISCRETE:
@@ -142,8 +142,8 @@ BOXES = {  # low, high, policy's actions, environment's actions
 
 
 @pytest.mark.parametrize("name", BOXES)
-def test_bounds_of_actions(name):
-    """-1 and 1 are the bounds, values outside are clipped; what has not two bounds is not rescaled."""
+def test_actions_from_minus_1_to_1_are_scaled_to_the_bounds_and_clipped(name):
+    """A number without two finite bounds is not scaled."""
     low, high, actions, expected = BOXES[name]
     box = spaces.Box(np.float32(low), np.float32(high))
     acted = CONTINUOUS.script.rescaler(box, CONTINUOUS.make_args())(np.float32(actions))
@@ -154,12 +154,8 @@ def test_bounds_of_actions(name):
     assert all(box.contains(action) for action in acted)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "low", "high"),
-    [(np.int8, -100, 100), (np.uint8, 100, 200), (np.int16, -20000, 20000), (np.int64, 0, 3)],
-)
-def test_integer_actions(dtype, low, high):
-    """They are rounded, and do not overflow."""
+@pytest.mark.parametrize(("dtype", "low", "high"), [(np.int8, -100, 100), (np.int64, 0, 3)])
+def test_integer_actions_are_rounded_and_do_not_overflow(dtype, low, high):
     box = spaces.Box(low, high, (3,), dtype)
     actions = np.float32([[-1, 0, 1], [0.26, 3, -9], [-0.5, 0.5, 0.9]])
     middle, half = (low + high) / 2, (high - low) / 2
@@ -167,11 +163,3 @@ def test_integer_actions(dtype, low, high):
     acted = CONTINUOUS.script.rescaler(box, CONTINUOUS.make_args())(actions)
     np.testing.assert_array_equal(acted, expected)
     assert all(box.contains(action) for action in acted)
-
-
-def test_yes_and_no_as_actions():
-    """They are the nearer of the two bounds."""
-    box = spaces.Box(0, 1, (4,), bool)
-    acted = CONTINUOUS.script.rescaler(box, CONTINUOUS.make_args())(np.float32([[-1, -0.1, 0.1, 3]]))
-    assert acted.tolist() == [[False, False, True, True]]
-    assert box.contains(acted[0])

@@ -1,4 +1,4 @@
-"""What an iteration makes of a rollout: its batch, its minibatches, its gradient steps, and its metrics."""
+"""The update of an iteration: batch, minibatches, gradient steps, metrics; plain PPO; `train`."""
 
 import copy
 import inspect
@@ -42,7 +42,7 @@ from torch.optim import SGD, Adam
 
 
 def reference(case, agent, rollout, args):
-    """The columns [B, ...] of a rollout's batch, computed in NumPy and float64."""
+    """Compute the columns [B, ...] of a rollout's batch in NumPy and float64."""
     policy = case.policy(agent, rollout.obs, args.norm_obs)
     values = case.values(agent, rollout.obs, args.norm_obs)
     rewards = rollout.rewards.astype(np.float64)
@@ -56,7 +56,7 @@ def reference(case, agent, rollout, args):
 
 
 class Recorder:
-    """In the place of `ppo_loss`: keeps the minibatches, the metrics, and the agents of then."""
+    """A stand-in for `ppo_loss` that keeps the minibatches, the metrics and copies of the agent."""
 
     def __init__(self, loss):
         self.loss, self.batches, self.metrics, self.agents = loss, [], [], []
@@ -70,14 +70,14 @@ class Recorder:
 
 
 def places(minibatch, batch):
-    """Which transitions of a batch a minibatch holds, by their observations."""
+    """Return the indices of a minibatch's transitions in the batch, found by their observations."""
     known = {tuple(obs): i for i, obs in enumerate(batch.obs.tolist())}
     return [known[tuple(obs)] for obs in minibatch.obs.tolist()]
 
 
 @each_script
-def test_statistics_change_only_after_acting_and_learning_agree(case):
-    """Learning sees observations as acting did; then the moments include each transition once."""
+def test_learning_normalises_observations_as_acting_did(case):
+    """Only then do the statistics change. They count each transition once."""
     args = case.make_args(env_id=case.env_id, num_steps=9)
     envs, agent, rollout = case.begin(args)
     obs, returns, running = [], [], np.zeros(4)
@@ -105,8 +105,7 @@ def test_statistics_change_only_after_acting_and_learning_agree(case):
 
 
 @memory_too
-def test_making_a_batch_changes_nothing(case):
-    """It may be made again, as recomputed advantages are: it is the same, and no statistics move."""
+def test_make_batch_returns_the_same_batch_again_and_changes_no_statistics(case):
     args = case.make_args()
     if case is LSTM:
         space = spaces.Box(-np.inf, np.inf, (D,), np.float32)
@@ -131,9 +130,11 @@ def test_making_a_batch_changes_nothing(case):
 
 
 @each_script
-@pytest.mark.parametrize(("steps", "envs", "minibatches"), [(12, 4, 2), (12, 4, 5), (8, 3, 6), (8, 1, 2)])
-def test_minibatches(case, steps, envs, minibatches):
-    """Each epoch permutes all transitions; sizes differ by one at most."""
+@pytest.mark.parametrize(("steps", "envs", "minibatches"), [(12, 4, 5), (8, 1, 2)])
+def test_each_epoch_splits_all_transitions_into_minibatches_of_nearly_equal_size(
+    case, steps, envs, minibatches
+):
+    """Each epoch has another order. Sizes differ by one at most."""
     args = case.make_args(num_steps=steps, num_envs=envs, num_minibatches=minibatches)
     agent = case.make_agent(args)
     rollout = case.make_rollout(args, agent, seed=3, chance=0.3)
@@ -158,7 +159,7 @@ def test_minibatches(case, steps, envs, minibatches):
 
 
 def layer_pairs(agent, policy):
-    """Our layers, and those of Stable-Baselines3's policy in the same places."""
+    """Pair our layers with those of Stable-Baselines3's policy."""
     extractor = policy.mlp_extractor
     theirs = [*extractor.policy_net, policy.action_net, *extractor.value_net, policy.value_net]
     ours, theirs = ([x for x in layers if hasattr(x, "weight")] for layers in (agent.modules(), theirs))
@@ -166,7 +167,7 @@ def layer_pairs(agent, policy):
 
 
 def make_sb3(case, agent, args):
-    """Stable-Baselines3's PPO with our weights."""
+    """Make Stable-Baselines3's PPO with our weights."""
     env = gym.Env()  # of which it must see the spaces
     env.observation_space = spaces.Box(-np.inf, np.inf, (D,), np.float32)
     env.action_space = spaces.Discrete(4) if case is DISCRETE else spaces.Box(-1, 1, (2,))
@@ -207,8 +208,8 @@ def make_sb3(case, agent, args):
         (4, {"activation": "tanh"}),
     ],
 )
-def test_update_matches_stable_baselines3(case, minibatches, changes):
-    """With the same minibatches of the same rollout, weights and metrics are those of Stable-Baselines3."""
+def test_an_update_has_the_weights_and_metrics_of_stable_baselines3(case, minibatches, changes):
+    """Both learn from the same minibatches of the same rollout."""
     if case is DISCRETE:
         changes = {name: value for name, value in changes.items() if name != "activation"}  # always tanh
     args = case.make_args(update_epochs=6, num_minibatches=minibatches, **changes)
@@ -250,8 +251,8 @@ def test_update_matches_stable_baselines3(case, minibatches, changes):
 
 
 @each_script
-def test_metrics_of_an_update(case):
-    """Means over all gradient steps; of the data; and the exact KL divergence of the last policy."""
+def test_an_update_returns_means_over_its_gradient_steps_and_the_exact_kl(case):
+    """It also returns metrics of the data, such as the explained variance."""
     args = case.make_args(learning_rate=1e-2, num_minibatches=3)
     agent = case.make_agent(args)
     rollout = case.make_rollout(args, agent, chance=0.4)
@@ -280,8 +281,8 @@ def test_metrics_of_an_update(case):
 
 
 @each_script
-def test_target_kl_stops_the_epochs(case):
-    """The first epoch that ends above --target-kl is the last; what it did stays."""
+def test_the_first_epoch_that_ends_above_target_kl_is_the_last(case):
+    """Its gradient steps are kept."""
     ends = []
     for epochs in range(1, 7):
         args = case.make_args(update_epochs=epochs)
@@ -298,14 +299,10 @@ def test_target_kl_stops_the_epochs(case):
         assert torch.equal(weights(agent), ends[last][1])
 
 
-@pytest.mark.parametrize("norm_rewards", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_recompute_advantages(norm_rewards, recompute):
-    """Each epoch but the first has advantages of the current critic, of the same rewards.
-
-    The values are still those of the first, since a change of the value is clipped from there.
-    """
-    settings = {"recompute_advantages": recompute, "norm_rewards": norm_rewards, "num_minibatches": 1}
+def test_recompute_advantages_uses_the_current_critic_in_each_epoch(recompute):
+    """Rewards are scaled as in the first epoch. Old values stay, since value clipping starts from them."""
+    settings = {"recompute_advantages": recompute, "norm_rewards": True, "num_minibatches": 1}
     args = CONTINUOUS.make_args(learning_rate=1e-2, **settings)
     agent = CONTINUOUS.make_agent(args)
     rollout = CONTINUOUS.make_rollout(args, agent)
@@ -334,7 +331,7 @@ def test_recompute_advantages(norm_rewards, recompute):
 
 
 def plain_forward(layers, x):
-    """A network of tanh layers and a linear one, given as weights and biases."""
+    """Compute a network of tanh layers and a linear one from its weights and biases."""
     *hidden, (weight, bias) = layers
     for each_weight, each_bias in hidden:
         x = torch.tanh(x @ each_weight.T + each_bias)
@@ -342,7 +339,7 @@ def plain_forward(layers, x):
 
 
 def plain_loss(actor, log_std, critic, rows, args):
-    """The loss of a minibatch by the textbook, in float64; `log_std` is None for discrete actions."""
+    """Compute a minibatch's loss by the textbook, in float64. `log_std` is None for discrete actions."""
     obs, actions, old_log_probs, old_values, advantages, returns = rows
     outputs, values = plain_forward(actor, obs), plain_forward(critic, obs).squeeze(-1)
     distribution = Categorical(logits=outputs) if log_std is None else Normal(outputs, log_std.exp())
@@ -362,7 +359,7 @@ def plain_loss(actor, log_std, critic, rows, args):
 
 
 def assert_defaults_of_stable_baselines3(args):
-    """What our settings mean there is what its PPO has by default."""
+    """Check that our settings mean what its PPO has by default."""
     known = {name: one.default for name, one in inspect.signature(PPO.__init__).parameters.items()}
     batch_size = args.num_envs * args.num_steps // args.num_minibatches
     ours = {
@@ -378,8 +375,8 @@ def assert_defaults_of_stable_baselines3(args):
 
 
 @pytest.mark.parametrize(("script", "whose"), experiments.PLAIN)
-def test_plain_ppo(script, whose):
-    """An update with the documented flags for the settings of others, beside PPO and Adam in float64."""
+def test_an_update_with_the_flags_for_plain_ppo_equals_ppo_and_adam_in_float64(script, whose):
+    """The flags are those that the documents give for the settings of the paper and of other libraries."""
     case = DISCRETE if script == "ppo.py" else CONTINUOUS
     flags = shlex.split(experiments.PLAIN[script, whose])
     args = tyro.cli(case.script.Args, args=flags)
@@ -432,7 +429,7 @@ def test_plain_ppo(script, whose):
 @pytest.mark.parametrize("surrogate", ["clip", "kl-penalty"])
 @pytest.mark.parametrize("limit", [0.01, 1e6])
 def test_one_epoch_of_one_minibatch_is_a_step_of_a2c(case, surrogate, limit):
-    """With plain gradient descent: A2C's gradient, clipped, times the state's learning rate."""
+    """With plain gradient descent, the step is A2C's clipped gradient times the learning rate."""
     settings = {"update_epochs": 1, "num_minibatches": 1, "surrogate": surrogate, "max_grad_norm": limit}
     args = case.make_args(norm_adv=False, **settings)
     agent, state = case.make_agent(args), case.make_state(args)
@@ -455,13 +452,17 @@ def test_one_epoch_of_one_minibatch_is_a_step_of_a2c(case, surrogate, limit):
     assert [metrics["approx_kl"], metrics["clipfrac"]] == pytest.approx([0, 0], abs=1e-6)
 
 
-@pytest.mark.slow
-@each_script
-@pytest.mark.parametrize(("surrogate", "backend"), [("clip", "inductor"), ("kl-penalty", "aot_eager")])
-def test_compiled_gradients_are_those_of_eager(case, surrogate, backend, monkeypatch):
-    """The same gradients and metrics, for batches of all sizes, and when the coefficients change.
+COMPILED = [(DISCRETE, "clip", "inductor"), (CONTINUOUS, "kl-penalty", "aot_eager")]
+NIGHTLY = [(CONTINUOUS, "clip", "inductor"), (DISCRETE, "kl-penalty", "aot_eager")]
+COMPILED += [pytest.param(*given, marks=pytest.mark.nightly) for given in NIGHTLY]
 
-    aot_eager makes the same graphs, and runs them without a C++ compiler, which takes most of the time.
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "surrogate", "backend"), COMPILED, ids=str)
+def test_compiled_gradients_and_metrics_equal_eager_ones(case, surrogate, backend, monkeypatch):
+    """They do for batches of all sizes, and when coefficients change.
+
+    aot_eager makes the same graphs as inductor, without a C++ compiler, which takes most of the time.
     """
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     args = case.make_args(max_grad_norm=0.3, surrogate=surrogate, clip_vloss=surrogate == "clip")
@@ -484,8 +485,8 @@ def test_compiled_gradients_are_those_of_eager(case, surrogate, backend, monkeyp
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= graphs + 2  # not one for each value
 
 
-def test_floor_of_the_standard_deviation():
-    """No step leaves a log σ below --min-log-std; nothing else is touched."""
+def test_no_gradient_step_leaves_a_log_std_below_its_minimum():
+    """--min-log-std changes nothing else."""
     case, one = CONTINUOUS, {"update_epochs": 1, "num_minibatches": 1}
     ends = {}
     for floor in (-20.0, -0.5):
@@ -510,8 +511,8 @@ def test_floor_of_the_standard_deviation():
 
 @memory_too
 @pytest.mark.parametrize("norm_obs", [False, True])
-def test_training(case, norm_obs, tmp_path):
-    """Adam's settings, gradient steps and statistics."""
+def test_training_uses_adam_with_a_linear_schedule_and_counts_each_transition_once(case, norm_obs, tmp_path):
+    """Adam has ε = 1e-5 and the usual βs. The normalisers' counts are the number of transitions."""
     sizes = {"num_envs": 2, "num_steps": 20, "num_minibatches": 2, "total_timesteps": 150}
     if case is not LSTM:
         sizes["adapt"] = "none"
@@ -533,8 +534,8 @@ def test_training(case, norm_obs, tmp_path):
 
 
 @each_script
-def test_a_policy_that_acts_otherwise_is_seen(case, tmp_path, monkeypatch):
-    """What a copy forgets in acting, masks for example, is in the KL divergence, and the run says so."""
+def test_a_run_warns_if_acting_and_learning_use_different_policies(case, tmp_path, monkeypatch):
+    """A copy may have forgotten a mask when it acts. The first KL divergence shows it."""
 
     class Agent(case.script.Agent):
         def policy(self, obs):
@@ -548,9 +549,9 @@ def test_a_policy_that_acts_otherwise_is_seen(case, tmp_path, monkeypatch):
     assert min(curves(checkpoint_in(tmp_path).parent)["losses/first_approx_kl"].values()) > 0.1
 
 
-@memory_too
-def test_dropout_is_seen(case, tmp_path, monkeypatch):
-    """It acts with other units than it learns with. The warning comes once, and not in a run without."""
+def test_a_run_warns_once_of_dropout(tmp_path, monkeypatch):
+    """The agent acts with other units than it learns with. A run without dropout has no warning."""
+    case = DISCRETE
 
     class Agent(case.script.Agent):
         def __init__(self, *given):
@@ -564,10 +565,10 @@ def test_dropout_is_seen(case, tmp_path, monkeypatch):
     assert run(case, tmp_path, **settings).out.count(warning) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @torch._dynamo.config.patch(recompile_limit=1)
-def test_many_compiled_runs_in_one_process(monkeypatch):
-    """As a search has them, with networks of any size: PyTorch's limit counts for each run by itself."""
+def test_many_runs_in_one_process_can_be_compiled(monkeypatch):
+    """A search has runs with networks of many sizes. PyTorch's limit counts for each run by itself."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # see above
     for size in (4, 5, 6):
         args = DISCRETE.make_args(hidden_size=size)
@@ -578,7 +579,7 @@ def test_many_compiled_runs_in_one_process(monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_compiled_is_an_error():
+def test_a_loss_that_cannot_be_compiled_as_a_whole_is_an_error():
     """A loss that reads a number would otherwise be compiled in parts, without gradients."""
     case = CONTINUOUS
     args = case.make_args()

@@ -1,4 +1,4 @@
-"""Environments of a user: small, fast, and able to do what environments do wrong.
+"""Environments of a user. They are small and fast, and can do wrong things.
 
 `--env-id user_envs:Walk-v0` has discrete actions, `user_envs:WalkBox-v0` continuous ones; so for each name.
 """
@@ -8,15 +8,10 @@ from collections import defaultdict
 
 import gymnasium as gym
 import numpy as np
-import torch
 from gymnasium import spaces
 
 ACTIONS = {"discrete": spaces.Discrete(3), "box": spaces.Box(-2.0, 4.0, (1,))}
 VECTOR = spaces.Box(-5, 5, (3,), np.float32)
-
-
-class Custom(spaces.Space):
-    """A space that Gymnasium does not know."""
 
 
 OBSERVATIONS = {
@@ -26,17 +21,16 @@ OBSERVATIONS = {
     "image": spaces.Box(0, 255, (4, 4, 3), np.uint8),
     "mixed": spaces.Dict(image=spaces.Box(0, 255, (4, 4, 3), np.uint8), position=VECTOR),
     "words": spaces.Dict(position=VECTOR, words=spaces.Sequence(spaces.Discrete(9))),
-    "unknown": spaces.Dict(position=VECTOR, unknown=Custom((2,), np.float32)),
 }
-# What all instances in this process did: seeds of resets, steps, and finished episodes as (return, length).
+# A log of all instances in this process: seeds of resets, steps, and finished episodes as (return, length).
 LOG: dict[str, list] = defaultdict(list)
 
 
 class Walk(gym.Env):
-    """Episodes of 1 to 12 steps that end in all ways.
+    """Episodes of 1 to 12 steps are terminated, truncated or both.
 
-    The last of the discrete actions, or a positive one, pays 1.5, others 0.5. From the step `at` of all
-    instances in a process on, it does what `fault` says.
+    The last discrete action, or a positive one, returns a reward of 1.5, others 0.5. The fault begins with
+    step `at` of all instances in a process.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 30}  # noqa: RUF012
@@ -61,8 +55,7 @@ class Walk(gym.Env):
             LOG["seeds"].append(seed)
         self.length, self.kind = self.np_random.integers(1, 13), self.np_random.integers(3)
         self.rewards = []
-        obs = self.observe()
-        return obs * np.nan if self.fault == "nan at the start" else obs, {}
+        return self.observe(), {}
 
     def step(self, action):
         assert self.action_space.contains(action) or np.isnan(action).any(), action
@@ -89,10 +82,10 @@ class Walk(gym.Env):
 
 
 class Probe(gym.Env):
-    """Seen are a cue of -1 or 1, drawn at the start, and the one-hot step. It isolates one thing to learn.
+    """An observation is a cue of -1 or 1, drawn at the start, and the one-hot step: one thing to learn.
 
-    `pays` is what pays 1: "always", "match" (the action is as the cue says) or "late" (the first action is as
-    the cue says; it pays in the third step); or "cue", which pays the cue. A cue of 1 says action 1, or > 1.
+    The reward is 1 "always"; or if the action "match"es the cue; or in the third step, if the first action
+    matched ("late"); or it is the "cue" itself. A cue of 1 means action 1, or one greater than 1.
     """
 
     def __init__(self, pays, length=1, truncates=False, action="discrete"):
@@ -126,7 +119,7 @@ class Probe(gym.Env):
 
 
 class Global(Walk):
-    """Its observations are of NumPy's global generator, and so is a number that is drawn when it is made."""
+    """Observations come from NumPy's global generator, one of their numbers when the instance is made."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -136,47 +129,17 @@ class Global(Walk):
         return np.float32([self.drawn, *np.random.random(2)])  # noqa: NPY002
 
 
-class Odd(Walk):
-    """Does what environments do that nobody expects, by `habit`; otherwise a Walk."""
-
-    def __init__(self, habit, **options):
-        super().__init__(**options)
-        self.habit = habit
+class OwnInfo(Walk):
+    """`step` reports an entry "episode" with a meaning of its own, of changing types."""
 
     def step(self, action):
         obs, reward, terminated, truncated, info = super().step(action)
-        if self.habit == "episode":  # its own word for something else
-            info["episode"] = {"r": 1000.0, "l": 1} if len(self.rewards) % 2 else 7
-            info["statistics"] = 3
-        elif self.habit == "float16":
-            reward = np.float16(reward)
-        elif self.habit == "vector":
-            reward = np.array([reward])
-        elif self.habit == "gradients":
-            x = torch.tensor(float(reward), requires_grad=True)
-            (x**2).backward()
-            reward = x.grad / 2
-        elif self.habit == "nothing":  # in one environment None, in another a number
-            info["found"] = None if self.rewards[0] > 1 else 3
-        elif self.habit == "memory":
-            info["image"] = Image()
+        info["episode"] = {"r": 1000.0, "l": 1} if len(self.rewards) % 2 else 7
         return obs, reward, terminated, truncated, info
 
 
-class Image:
-    """Something large, of which there must not be many."""
-
-    alive = 0
-
-    def __init__(self):
-        Image.alive += 1
-
-    def __del__(self):
-        Image.alive -= 1
-
-
 class Bandit(gym.Env):
-    """Episodes of one step, with a reward of 100, or 101 for the last action."""
+    """Episodes have one step. Its reward is 100, or 101 for the last action."""
 
     observation_space, action_space = spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(2)
 
@@ -189,7 +152,7 @@ class Bandit(gym.Env):
 
 
 class Draws(Walk):
-    """Its episodes are of the global generators of Python and NumPy, which no seed of `reset` reaches."""
+    """Observations come from the global generators of Python and NumPy, which `reset` does not seed."""
 
     def observe(self):
         obs = np.float32([random.random(), *np.random.random(2)])  # noqa: NPY002
@@ -201,12 +164,11 @@ for kind in ACTIONS:
     ending = "Box-v0" if kind == "box" else "-v0"
     gym.register(f"Walk{ending}", Walk, kwargs={"action": kind})
     gym.register(f"Probe{ending}", Probe, kwargs={"action": kind})
-    gym.register(f"Odd{ending}", Odd, kwargs={"action": kind})
     gym.register(f"Draws{ending}", Draws, kwargs={"action": kind})
+gym.register("OwnInfo-v0", OwnInfo)
 gym.register("Bandit-v0", Bandit)
 gym.register("Global-v0", Global)
 gym.register("Words-v0", Walk, kwargs={"observation": "words"})
-gym.register("Unknown-v0", Walk, kwargs={"observation": "unknown"})
 OTHERS = {
     "Pairs-v0": spaces.MultiDiscrete([2, 3]),
     "FromOne-v0": spaces.Discrete(3, start=1),
