@@ -62,9 +62,8 @@ class Writer:
 def findings(folder):
     """Return the problems and questions that are found in a run, with the steps at which they were known."""
     run = coach.read_run(folder, coach.open_events(folder))
-    return {
-        found.rule.problem: found.step for found in coach.find_problems(run, coach.RULES + coach.QUESTIONS)
-    }
+    found = coach.find_problems(run, coach.RULES + coach.QUESTIONS)
+    return {finding.rule.problem: finding.step for finding in found}
 
 
 def call(*words, folder="."):
@@ -82,14 +81,9 @@ CASES = [  # part of the problem, iterations that the rule needs, metrics beyond
     ("updates are too large", 5, {"kl": 0.06}, {"kl": 0.04}),
     ("nearly all samples are clipped", 5, {"clipfrac": 0.85}, {"clipfrac": 0.75}),
     ("the policy drifts", 20, {"clipfrac": 0.45}, {"clipfrac": 0.35}),
-    ("almost deterministic, with a poor return", 20, {"entropy": 0.02, "mean": 20}, {"entropy": 0.02}),
-    (
-        "almost deterministic, with a poor return",
-        20,
-        {"entropy": 0.02, "mean": 20},
-        {"entropy": 0.05, "mean": 20},
-    ),
-    ("almost deterministic, with a poor return", 20, {"std": 0.04, "mean": 20}, {"std": 0.06, "mean": 20}),
+    ("almost deterministic", 20, {"entropy": 0.02, "mean": 20}, {"entropy": 0.02}),
+    ("almost deterministic", 20, {"entropy": 0.02, "mean": 20}, {"entropy": 0.05, "mean": 20}),
+    ("almost deterministic", 20, {"std": 0.04, "mean": 20}, {"std": 0.06, "mean": 20}),
     ("too random", 10, {"std": 3.1}, {"std": 2.9}),
     ("hardly changes", 20, {"kl": 9e-7, "mean": 20}, {"kl": 2e-6, "mean": 20}),
     ("hardly changes", 20, {"kl": 9e-7, "mean": 20}, {"kl": 9e-7}),
@@ -348,19 +342,15 @@ LANGUAGE = {  # of one iteration of grpo.py or ppo_rlhf.py
 @pytest.mark.parametrize(
     ("said", "rise", "changes"),
     [
-        (None, 0.5, {}),
-        ("an update of the language model was extremely large", 0.5, {"policy/approxkl_avg": 1.5}),
-        (
-            "sampling and learning do not compute the same log-probabilities",
-            0.5,
-            {"sampling/sampling_logp_difference/mean": 0.2},
-        ),
+        ("", 0.5, {}),
+        ("the language model was extremely large", 0.5, {"policy/approxkl_avg": 1.5}),
+        ("not compute the same log-prob", 0.5, {"sampling/sampling_logp_difference/mean": 0.2}),
         ("most responses are cut off", 0.5, {"completions/clipped_ratio": 0.6}),
-        ("the policy is far from the reference", 0.5, {"objective/kl": 40.0}),
+        ("far from the reference", 0.5, {"objective/kl": 40.0}),
         ("the critic of the language model predicts little", 0.5, {"val/explained_variance": 0.01}),
         ("the reward is hardly higher than at first", 0.0, {}),
         ("the reward is lower than at first", -0.4, {}),
-        ("nearly all groups of responses have equal rewards", 0.0, {"frac_reward_zero_std": 0.95}),
+        ("all groups of responses have equal rewards", 0.0, {"frac_reward_zero_std": 0.95}),
     ],
 )
 def test_problems_of_language_models_are_found(said, rise, changes, tmp_path):
@@ -373,8 +363,9 @@ def test_problems_of_language_models_are_found(said, rise, changes, tmp_path):
             solved = {"frac_reward_zero_std": 0.95 if i > 60 else 0.4}
             for tag, value in (LANGUAGE | solved | {"reward": reward} | changes).items():
                 writer.add_scalar(tag, value, 128 * i)
-    found = list(findings(tmp_path))
-    assert (said in found) if said else found == []
+    found = " ".join(findings(tmp_path))
+    assert said in found
+    assert said or not found
     run = coach.read_run(tmp_path, coach.open_events(tmp_path))
     gain = run.numbers["reward_gain"]
     assert run.finished
@@ -391,10 +382,6 @@ def test_rules_need_fewer_iterations_in_short_runs(tmp_path):
 
 
 # Plans
-
-
-def plan(*words, folder="."):
-    return call("plan", *words, "--seconds", 0, folder=folder)
 
 
 PLANS = {  # words: the script, and other parts of the plan
@@ -424,7 +411,7 @@ PLANS = {  # words: the script, and other parts of the plan
 @pytest.mark.parametrize("words", PLANS)
 def test_a_plan_names_the_script_that_fits_its_sizes_the_rules_and_the_command(words):
     script, texts = PLANS[words]
-    status, out, err = plan(*words.split(), folder=ROOT / "tests")
+    status, out, err = call("plan", *words.split(), "--seconds", 0, folder=ROOT / "tests")
     assert (status, err) == (0, "")
     assert re.search(rf"^script +{re.escape(script)}:", out)
     for text in [*texts, "monitored < 1 (1): "]:
@@ -451,7 +438,7 @@ REFUSED = {  # words, and parts of the reasons
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_a_plan_is_refused_with_its_reasons_and_status_2(words, tmp_path):
-    status, out, err = plan(*words.split(), folder=tmp_path)
+    status, out, err = call("plan", *words.split(), "--seconds", 0, folder=tmp_path)
     assert (status, out) == (2, "")
     assert all(text in err for text in REFUSED[words])
     assert list(tmp_path.iterdir()) == []
@@ -472,7 +459,7 @@ def test_a_plan_measures_the_speed_and_leaves_no_run_behind(words, monkeypatch):
     (amount, unit, speed) = re.findall(r"^time: +about (\S+) (\w+) .* ([\d,]+) \w+ per second", out, re.M)[0]
     seconds = float(amount) * {"s": 1, "minutes": 60, "hours": 3600}[unit]
     ideal = TIMED[words] / float(speed.replace(",", ""))
-    assert seconds > 0.55 * ideal  # of three iterations, the first one may be the fastest
+    assert seconds > 0.8 * ideal  # both are rounded
     assert not (ROOT / "tests/runs").exists()
 
 
@@ -500,20 +487,16 @@ def test_the_skill_is_in_the_format_of_skills():
 @pytest.mark.nightly
 def test_the_commands_of_the_skill_run_one_after_another(tmp_path):
     """They run in a folder that has the scripts, and the run is healthy."""
+    for package in ("matplotlib", "pandas", "moviepy"):
+        pytest.importorskip(package)
     for name in ("coach.py", "ppo.py", "plot.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     text = SKILL.read_text(encoding="utf-8")
     commands = [line for block in re.findall(r"```sh\n(.*?)```", text, re.S) for line in block.splitlines()]
     assert len(commands) == 5
     for command in commands:
-        if "plot.py" in command:
-            pytest.importorskip("matplotlib")
-            pytest.importorskip("pandas")
-        if "--capture-video" in command:
-            pytest.importorskip("moviepy")
-        command = command.replace(
-            "runs/<run>/checkpoint.pt", str(next(iter(tmp_path.glob("runs/*/*.pt")), ""))
-        )
+        checkpoint = "".join(map(str, tmp_path.glob("runs/*/*.pt")))
+        command = command.replace("runs/<run>/checkpoint.pt", checkpoint)
         command = command.replace("python", shlex.quote(sys.executable), 1)
         command = command.replace("--capture-video", "--capture-video --eval-episodes 1")
         command = command.replace("100_000", "40_000")  # enough to tell

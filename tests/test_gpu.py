@@ -684,6 +684,12 @@ def test_an_evaluation_of_one_environment_prints_a_deviation_of_0(trained, tmp_p
     assert "± 0 with" in done.out
 
 
+def test_environments_may_reuse_the_memory_of_their_results(tmp_path):
+    """The run would warn if an observation had changed after acting."""
+    printed, _ = run(tmp_path, env_id=SCRIPTED)
+    assert "do not compute the same policy" not in printed
+
+
 def test_an_evaluation_counts_the_first_episode_of_each_environment_alone(tmp_path):
     _, path = run(tmp_path, env_id=SCRIPTED)
     args = make_args(env_id=SCRIPTED, num_envs=7)

@@ -1,4 +1,4 @@
-"""plot.py: runs of ours and of CleanRL, what is skipped, resumed runs, the figure and the table."""
+"""Tests of plot.py: runs of ours and of CleanRL, skipped and resumed runs, the figure and the table."""
 
 import sys
 import time
@@ -26,7 +26,7 @@ def write(folder, points, tag=TAG, purge_step=None, start=None):
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
-    """Three seeds of ours, of which one is shorter, and two of CleanRL, with two episodes per step."""
+    """Write three seeds of ours, of which one is shorter, and two of CleanRL, with two episodes per step."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")
     plot.plt.switch_backend("agg")
@@ -43,7 +43,7 @@ def run(monkeypatch, *arguments):
     plot.main()
 
 
-def test_lines_of_ours_and_of_cleanrl(runs, monkeypatch):
+def test_the_figure_has_a_line_of_our_runs_and_one_of_cleanrls(runs, monkeypatch):
     figures = []
     monkeypatch.setattr(plot.plt, "savefig", lambda path: figures.append(plot.plt.gcf()))
     run(monkeypatch, "runs/*")
@@ -57,8 +57,8 @@ def test_lines_of_ours_and_of_cleanrl(runs, monkeypatch):
     assert axes.collections[0].get_datalim(axes.transData).intervaly.tolist() == [1, 3]
 
 
-def test_runs_with_other_settings_are_other_lines(tmp_path, monkeypatch, capsys):
-    """Each learning rate is a line; seeds and evaluations are not settings of what is learnt."""
+def test_runs_with_other_settings_than_the_seed_are_other_lines(tmp_path, monkeypatch, capsys):
+    """Each learning rate is a line. The frequency of evaluations does not matter."""
     monkeypatch.chdir(tmp_path)
     for number, (seed, rate) in enumerate([(1, 0.1), (2, 0.1), (1, 0.2)]):
         folder = Path("runs", f"built-in__grpo__{seed}__20260102-030405-{number:06}")
@@ -79,7 +79,7 @@ def seeds_of_experiments(paths=("runs",)):
 
 
 def test_runs_of_edited_scripts_are_other_lines(tmp_path, monkeypatch, capsys):
-    """They are named by a hash of the script, in all panels. CleanRL's runs have no copy of the script."""
+    """Lines are named by a hash of the script, in all panels. CleanRL's runs have no copy of the script."""
     monkeypatch.chdir(tmp_path)
     names = [OURS.format(1 + number % 2, number) for number in range(5)]
     names += ["CartPole-v1__ppo__1__1760000000", names[0].replace("CartPole", "Acrobot")]
@@ -101,8 +101,7 @@ def test_runs_of_edited_scripts_are_other_lines(tmp_path, monkeypatch, capsys):
     }
 
 
-def test_table_of_last_values(runs, monkeypatch, capsys):
-    """Of the steps that all seeds have; a seed that is shorter is named."""
+def test_the_table_has_the_last_values_and_names_a_shorter_seed(runs, monkeypatch, capsys):
     run(monkeypatch, "runs", "--compare")
     out, err = capsys.readouterr()
     _header, ours, cleanrl, _ = out.splitlines()
@@ -111,7 +110,7 @@ def test_table_of_last_values(runs, monkeypatch, capsys):
     assert cleanrl.split() == ["CartPole-v1", "ppo", "(CleanRL)", "1,000", "2", "7.5", "5", "to", "10"]
 
 
-def test_skipped_runs_are_named(runs, monkeypatch, capsys):
+def test_runs_that_are_skipped_are_named(runs, monkeypatch, capsys):
     write(runs / OURS.format(4, 0), [(1, 1.0)], tag="losses/kl")
     write(runs / "no_run", [(1, 1.0)])
     write(runs / OURS.format(1, 1), [(1, 1.0), (2, np.nan), (3, 1.0)])  # later than seed 1 of the fixture
@@ -126,13 +125,13 @@ def test_skipped_runs_are_named(runs, monkeypatch, capsys):
 
 @pytest.mark.parametrize("words", [["runs", "--output", "curves.xyz"], ["runs", "--smooth", "1.5"], ["none"]])
 def test_mistakes_end_in_one_line(words, runs, monkeypatch, capsys):
-    """A format that does not exist, a flag out of its range, and a folder without runs."""
+    """The mistakes are a format that does not exist, a flag out of its range, and a folder without runs."""
     with pytest.raises(SystemExit, match="2"):
         run(monkeypatch, *words)
     assert capsys.readouterr().err.splitlines()[-1].startswith("plot.py: ")
 
 
-def test_resumed_run_has_no_step_twice_and_no_pause(tmp_path):
+def test_the_curve_of_a_resumed_run_has_no_step_twice_and_no_pause(tmp_path):
     start = time.time() - 10_000
     write(tmp_path, [(step, 1.0) for step in range(1, 7)], start=start)
     (first,) = tmp_path.iterdir()
@@ -145,7 +144,7 @@ def test_resumed_run_has_no_step_twice_and_no_pause(tmp_path):
     assert curve.seconds.max() < 100
 
 
-def test_equal_numbers_are_one_experiment(tmp_path, monkeypatch):
+def test_equal_numbers_in_settings_are_one_experiment(tmp_path, monkeypatch):
     """5000 comes from the command line, 5000.0 from Python. The last run's script has no such setting."""
     monkeypatch.chdir(tmp_path)
     for seed, row in enumerate(["|steps|5000|", "|steps|5000.0|", "|steps|5e3|", "|steps|None|", ""]):
@@ -161,7 +160,7 @@ def test_equal_numbers_are_one_experiment(tmp_path, monkeypatch):
 
 
 def test_the_table_cuts_all_seeds_at_the_same_step(tmp_path, monkeypatch, capsys):
-    """The last 10% are those of the shortest; what a longer one did later does not count."""
+    """The last 10% are those of the shortest seed. Later values of longer ones do not count."""
     monkeypatch.chdir(tmp_path)
     for seed, end in ((1, 1000), (2, 920)):
         points = [(step, float(step)) for step in range(20, end + 1, 20)]
@@ -171,8 +170,7 @@ def test_the_table_cuts_all_seeds_at_the_same_step(tmp_path, monkeypatch, capsys
     assert line[2:5] == ["920", "2", "880"]  # the mean of 840, 860, ..., 920, in both
 
 
-def test_the_middle_half_counts(tmp_path, monkeypatch, capsys):
-    """Of 8 seeds, the interquartile mean leaves out the two lowest and the two highest."""
+def test_the_interquartile_mean_of_8_seeds_leaves_out_two_at_each_end(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for seed, value in enumerate([0, 1, 10, 11, 12, 13, 1000, 2000]):
         write(Path("runs", OURS.format(seed, 0)), [(100, value), (200, value)])
@@ -180,8 +178,7 @@ def test_the_middle_half_counts(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[1].split()[4] == "11.5"
 
 
-def test_smoothing_does_not_look_ahead():
-    """Each value is the mean of those of the window that ends there."""
+def test_a_smoothed_value_is_the_mean_of_the_window_that_ends_there():
     curve = plot.pd.DataFrame({"steps": np.arange(10.0), "value": [0.0] * 5 + [8.0] * 5})
     smoothed = plot.smooth(curve, "steps", 3, np.arange(10.0))
     assert smoothed.tolist() == [0, 0, 0, 0, 0, 2, 4, 6, 8, 8]

@@ -63,7 +63,7 @@ SHORT |= {"eval_episodes": 2}
 
 
 def parameters(texts: list[str]) -> list:
-    """Return texts as parameters of a test. Those that export, record or play Atari games are slow, for example."""
+    """Return texts as parameters of a test, with marks for those that take long."""
     found = []
     for text in texts:
         marks = []

@@ -1,4 +1,4 @@
-"""Tests of what the recipes promise beyond running: right policies, and no transition learnt twice or lost."""
+"""Tests of the recipes: their policies are right, and no transition is learnt twice or lost."""
 
 import os
 import re
@@ -43,7 +43,7 @@ def recipe(tmp_path):
 
 @pytest.fixture
 def pairs(recipe):
-    """Return `check_policy`, the agent of `my_choices.py`, observations, all actions, and which are forbidden."""
+    """Return `check_policy`, the agent of `my_choices.py`, observations, actions, and forbidden ones."""
     check_policy, choices = recipe("my_policy_test.py")["check_policy"], recipe("my_choices.py")["CHOICES"]
     torch.manual_seed(1)
     env = gym.wrappers.FlattenObservation(ppo.make_env(ppo.Args()))
@@ -190,7 +190,7 @@ def test_squashed_actions_without_scaled_bounds_are_refused(settings, recipe):
 
 
 class Leaves:
-    """This environment has two agents. The first leaves after two steps with a reward of 5, the second after four."""
+    """The first of two agents leaves after two steps, with a reward of 5. The second stays for four."""
 
     possible_agents, render_mode = ["first", "second"], None
 
@@ -270,7 +270,7 @@ if rank == 0:
 
 @pytest.mark.slow
 def test_two_processes_learn_like_one(tmp_path):
-    """Their parts of a batch have 23 and 37 transitions. All is as in the plain script with the whole batch."""
+    """Their parts of a batch have 23 and 37 transitions. The plain script learns from the whole batch."""
     (tmp_path / "my_processes.py").write_text(PROGRAMS["my_processes.py"], encoding="utf-8")
     (tmp_path / "check.py").write_text(CHECK, encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

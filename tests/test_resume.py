@@ -410,6 +410,14 @@ def test_flags_that_change_the_inputs_or_outputs_of_saved_networks_are_refused(
         assert f"{name} must be as in" in done.err
 
 
+def test_unsafe_flags_are_refused_for_a_resumed_run_too(trained, tmp_path):
+    path = copied(trained(DISCRETE).checkpoint, tmp_path)
+    words = "--resume", path, "--env-id", DISCRETE.walk, "--total-timesteps", 900, "--no-norm-adv"
+    done = call(DISCRETE, tmp_path, *words)
+    assert (done.status, done.err.count("\n")) == (2, 1)
+    assert "--norm-adv" in done.err
+
+
 def test_adam_beta2_is_used_by_new_and_by_resumed_runs(trained, tmp_path):
     """A resumed run uses the flag's value, not that of the saved optimizer."""
     (tmp_path / "new").mkdir()
