@@ -73,7 +73,7 @@ def reference(game, fire):
     ("game", "fire", "steps"),
     [
         ("Breakout", True, 700),
-        ("MsPacman", False, 700),  # it has lives and no FIRE button
+        pytest.param("MsPacman", False, 700, marks=pytest.mark.slow),  # it has lives and no FIRE button
         pytest.param("Pong", True, 1100, marks=pytest.mark.slow),
         pytest.param("Freeway", False, 300, marks=pytest.mark.slow),  # it has neither
     ],

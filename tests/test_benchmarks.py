@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib
 import itertools
 import math
 import re
@@ -11,26 +12,30 @@ from pathlib import Path
 
 import ale_py
 import experiments
-import gpu
 import gymnasium as gym
 import language
-import language_report
 import numpy as np
 import pandas as pd
 import pytest
-import report
 import run as runner
 import tyro
-from rliable.metrics import probability_of_improvement
 
 gym.register_envs(ale_py)
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def report():
+    """Import report.py only if a test needs it: that takes seconds."""
+    return importlib.import_module("report")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("only", ["pendulum", "language-ours"])
 def test_the_small_version_of_a_gpu_measurement_prints_its_numbers(only, monkeypatch, capsys):
     pytest.importorskip("datasets")
+    import gpu
+
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--only", only, "--small"])
     with pytest.raises(SystemExit) as end:
         gpu.main()
@@ -75,7 +80,10 @@ def test_each_stored_result_is_of_a_listed_run_with_its_flags_and_curve():
     assert set(map(tuple, curves[curves.quantity == "return"][runner.KEY].to_numpy())) == keys
 
 
-def test_the_probability_of_improvement_equals_rliables():
+@pytest.mark.slow
+def test_the_probability_of_improvement_equals_rliables(report):
+    from rliable.metrics import probability_of_improvement
+
     ours, theirs = np.arange(16.0).reshape(8, 2), np.array([[0, 1], [4, 5.5], [4.5, 20], [9, 12]])
     value, low, high = report.interval(report.probability_of_improvement, ours, theirs)
     assert value == pytest.approx(probability_of_improvement(ours, theirs))
@@ -83,7 +91,8 @@ def test_the_probability_of_improvement_equals_rliables():
     assert report.spread(np.array([2.0, 4.0, 9.0])) == f"5.0 ± {math.sqrt((9 + 1 + 16) / 2):.1f}"
 
 
-def test_the_mean_over_tasks_counts_tasks_alike_whatever_their_numbers_of_seeds():
+@pytest.mark.slow
+def test_the_mean_over_tasks_counts_tasks_alike_whatever_their_numbers_of_seeds(report):
     """Its interval is that of all ways to draw seeds."""
     tasks = [(np.array([1.0, 5, 6]), np.array([2, 4, 5.5])), (np.array([3.0, 8]), np.array([3.0, 9]))]
     by_hand = (5 / 9 + 1.5 / 4) / 2  # pairs that are won; a tie is half of one
@@ -97,8 +106,10 @@ def test_the_mean_over_tasks_counts_tasks_alike_whatever_their_numbers_of_seeds(
 
 
 @pytest.mark.slow
-def test_the_tables_of_the_pages_are_those_of_the_stored_results_and_of_the_code():
+def test_the_tables_of_the_pages_are_those_of_the_stored_results_and_of_the_code(report):
     """Each committed figure is shown, and each figure that a page shows is committed."""
+    import language_report
+
     made = report.tables()
     for path in report.PAGES:
         text = path.read_text()
@@ -110,7 +121,8 @@ def test_the_tables_of_the_pages_are_those_of_the_stored_results_and_of_the_code
     assert set(re.findall(r"figures/([\w-]+\.\w+)", pages)) == committed
 
 
-def test_each_only_flag_on_the_pages_selects_runs():
+@pytest.mark.slow
+def test_each_only_flag_on_the_pages_selects_runs(report):
     names = [run.name for run in experiments.runs()]
     for path in report.PAGES:
         for only in re.findall(r"run\.py --only '?([^\s'`]+)", path.read_text().replace("--only NAME", "")):

@@ -137,6 +137,7 @@ def test_an_evaluation_finds_the_returns_that_a_plain_loop_finds(case, trained):
     assert again == returns.tolist()
 
 
+@pytest.mark.slow
 def test_an_evaluation_cuts_endless_episodes_after_10000_steps_and_says_so(trained, tmp_path):
     words = ["--env-id", DISCRETE.walk, "--env-kwargs", '{"endless": true}', "--eval-episodes", 1]
     shown = call(DISCRETE, tmp_path, "--evaluate", trained(DISCRETE).checkpoint, *words)

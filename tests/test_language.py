@@ -787,6 +787,7 @@ def test_kl_coefficient_is_adapted_and_saved(folder, tmp_path, monkeypatch):
         assert coefficients[i + 1] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 @both
 def test_a_device_is_never_mixed_with_another(script, tmp_path, monkeypatch):
     """The built-in task and its evaluations run on a stand-in for a GPU."""
@@ -854,7 +855,7 @@ def test_the_built_in_gpt_is_gpt2_of_transformers():
 
 VARIANTS = [
     (rlhf, "llama", {"bfloat16": True}),
-    (rlhf, "gpt2", {"lora_rank": 2, "bfloat16": True}),
+    pytest.param(rlhf, "gpt2", {"lora_rank": 2, "bfloat16": True}, marks=pytest.mark.slow),
     (grpo, "llama", {"lora_rank": 2, "kl_coef": 0.0}),
     (grpo, "gpt2", {"gradient_checkpointing": True}),
 ]
@@ -1247,7 +1248,7 @@ def test_a_stopped_run_is_saved_and_resumes_bit_for_bit(script, number, folder, 
 
 
 @pytest.mark.parametrize(("script", "where", "number", "kind"), [
-    (rlhf, "evaluate", 2, RuntimeError), (grpo, "update", 3, RuntimeError),
+    (rlhf, "evaluate", 2, RuntimeError), (grpo, "update", 3, KeyboardInterrupt),
     (rlhf, "update", 3, KeyboardInterrupt), (grpo, "log", 2, RuntimeError),
 ])  # fmt: skip
 def test_an_error_anywhere_loses_no_gradient_step(script, where, number, kind, folder, tmp_path, monkeypatch):

@@ -138,7 +138,8 @@ def learn(agent, obs, starts, memory):
     return agent(obs, torch.as_tensor(starts), memory)
 
 
-@pytest.mark.parametrize("cell", ["lstm", pytest.param("gru", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@each_cell
 def test_learning_equals_each_episode_alone(cell):
     """It does so for all 256 ways in which episodes can start in 4 steps of 2 environments.
 
