@@ -55,6 +55,7 @@ class Scripted:
                 self.episode[n] += 1
                 self.steps[n] = 0
                 obs[n] = torch.tensor(self.observe(n, self.episode[n], 0))
+        actions.fill_(torch.nan)  # they are the environment's to change
         return self.results
 
 
@@ -114,20 +115,9 @@ def another_shape(args):
     return Changed(args, 1, lambda x: x.unsqueeze(-1))
 
 
-def info_too(args):
-    envs = Target(args)
-    step = envs.step
-    envs.step = lambda actions: (*step(actions), {})
-    return envs
-
-
 def has_a_bug(args):
     x, y = [args]
     return x, y
-
-
-class NoLimit(Target):
-    max_steps = property()
 
 
 class Moved(Target):
@@ -220,35 +210,6 @@ class Logs(Target):
         return results
 
 
-class LogsItsSteps(Target):
-    """Environment n ends after n + 1 steps. It logs a half, and the number of the step, 100 after its end."""
-
-    recordable = False
-
-    def reset(self):
-        self.count = 0
-        return super().reset()
-
-    def step(self, actions):
-        obs, rewards, _, truncated, last_obs = super().step(actions)
-        self.count += 1
-        end = torch.arange(len(rewards)) + 1
-        step = torch.where(self.count <= end, float(self.count), 100.0)
-        self.log = {"step": step, "half": torch.tensor(0.5)}
-        return obs, rewards, self.count == end, truncated, last_obs
-
-
-class Clamps(Target):
-    """It clamps its actions, in their place or in a new tensor."""
-
-    def __init__(self, args, in_place):
-        super().__init__(args)
-        self.clamp = torch.clamp_ if in_place else torch.clamp
-
-    def step(self, actions):
-        return super().step(self.clamp(actions, -0.1, 0.1))
-
-
 class Smooth(Target):
     """Changes of actions cost, so it keeps the last ones, without a copy."""
 
@@ -286,24 +247,3 @@ class Diverges:
         truncated = self.steps >= self.max_steps
         self.steps.mul_(~(terminated | truncated))
         return obs, rewards, terminated, truncated, last_obs
-
-
-class AfterReset(Target):
-    """Observations are steps of an episode. The last ones are of the next episode, unless it is right."""
-
-    def __init__(self, args, right=False):
-        super().__init__(args)
-        self.right = right
-
-    def observe(self):
-        return torch.stack([self.steps, self.steps], -1)
-
-    def reset(self):
-        super().reset()
-        return self.observe()
-
-    def step(self, actions):
-        before = self.observe()
-        _, rewards, terminated, truncated, _ = super().step(actions)
-        obs = self.observe()
-        return obs, rewards, terminated, truncated, before + 1 if self.right else obs

@@ -40,7 +40,7 @@ def storage_of(x):
 
 
 class Address:
-    """It is the place of a tensor in memory."""
+    """The place of a tensor in memory."""
 
     def __init__(self, x, user):
         self.storage, self.dtype, self.user = StorageWeakRef(storage_of(x)), x.dtype, user
@@ -55,7 +55,7 @@ class Address:
 
 
 class CUDAGraph(TorchDispatchMode):
-    """It holds operations that can be repeated, as `torch.cuda.CUDAGraph` does."""
+    """Operations that can be repeated, as `torch.cuda.CUDAGraph` does."""
 
     def __init__(self):
         super().__init__()
@@ -117,7 +117,7 @@ class CUDAGraph(TorchDispatchMode):
 
 
 class graph:
-    """It captures the operations in its block, as `torch.cuda.graph` does."""
+    """A context that captures the operations in its block, as `torch.cuda.graph` does."""
 
     def __init__(self, cuda_graph, **kwargs):
         self.graph = cuda_graph

@@ -301,7 +301,7 @@ def assert_help(case, folder):
     assert case.script.__doc__.split("\n")[0] in plain
     for setting in fields(case.script.Args):
         flag = f" --{setting.name.replace('_', '-')}"
-        assert re.search(rf"{flag}\b[^·]*?\w\w\w \w.*?\(default: ", plain), flag
+        assert re.search(rf"{flag}\b[^(]*?\w\w\w \w.*?\(default: ", plain), flag
 
 
 def checkpoint_in(folder):

@@ -268,7 +268,7 @@ def test_without_a_run_or_an_iteration_the_status_is_2(tmp_path):
     assert "no complete iteration is logged yet" in out
 
 
-def test_watch_prints_each_news_once_and_ends_with_the_run_and_the_status_of_check(tmp_path):
+def test_watch_prints_each_finding_once_and_ends_with_the_run_and_the_status_of_check(tmp_path):
     writer = Writer(tmp_path, total_timesteps=40_000).write(10)
     command = [sys.executable, ROOT / "coach.py", "check", tmp_path, "--watch", "--every", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:

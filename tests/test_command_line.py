@@ -1,6 +1,5 @@
 """The command line: refusals, help, what a run prints, and that the same seed gives the same run."""
 
-import itertools
 import math
 import os
 import re
@@ -54,6 +53,7 @@ REFUSALS = {  # words of the command, one of each kind, and what the refusal mus
     "--env-kwargs {": "--env-kwargs {: Expecting",
     "--env-id user_envs:Words-v0": "does not flatten to a vector",
     "--env-id user_envs:Pairs-v0": "docs/recipes.md",
+    "--env-id user_envs:FromOne-v0": "docs/recipes.md",
     "--env-id Pendulum-v1": "ppo_continuous.py",
     '--env-id user_envs:Probe-v0 --env-kwargs {"pays":"cue"} --capture-video': "'render_mode'",
 }
@@ -117,15 +117,9 @@ def test_settings_of_other_types_are_refused():
             ppo.check_bounds(replace(ppo.Args(), **{name: value}))
 
 
-def test_integers_are_accepted_for_settings_that_are_fractions():
+def test_a_float_setting_may_be_an_integer():
     """A program may write gamma=1 instead of 1.0."""
     ppo.check(ppo.Args(learning_rate=0, gamma=1, gae_lambda=1, max_grad_norm=1))
-
-
-def test_train_checks_its_settings_although_evaluate_is_given():
-    """`train` trains whatever `evaluate` says, so it must not skip the checks as the command line does."""
-    with pytest.raises(ValueError, match="--gamma must be"):
-        ppo.train(ppo.Args(evaluate="none.pt", gamma=1.5))
 
 
 def test_a_program_may_raise_the_bounds(tmp_path, monkeypatch):
@@ -141,18 +135,6 @@ def test_the_folder_of_a_run_is_accepted_as_its_checkpoint(trained, tmp_path):
     assert (shown.status, shown.out.count("evaluation return")) == (0, 1)
     assert ppo.Args(resume=str(folder)).resume == str(folder / "checkpoint.pt")
     assert grpo.Args(resume=str(folder)).resume == str(folder / "checkpoint.pt")
-
-
-def test_a_run_prints_the_time_that_is_left(tmp_path, monkeypatch):
-    """At a minute per iteration of at most 128 transitions, 1,280 take some ten minutes."""
-    clock = itertools.count(0, 60)
-    monkeypatch.setattr(ppo.time, "monotonic", lambda: next(clock))
-    printed = run(DISCRETE, tmp_path, total_timesteps=1280).out
-    left = re.findall(r"(\d+):(\d\d):(\d\d) left", printed)
-    seconds = [int(hours) * 3600 + int(minutes) * 60 + int(rest) for hours, minutes, rest in left]
-    assert 3 * 60 <= seconds[0] <= 40 * 60
-    assert max(seconds) <= 40 * 60
-    assert seconds[-1] == 0
 
 
 @pytest.mark.slow
@@ -180,8 +162,12 @@ def test_checkpoints_of_other_scripts_and_environments_are_refused(flag, trained
     for path in (trained(DISCRETE).checkpoint, trained(CONTINUOUS).checkpoint):
         words = [flag, path, "--env-id", "ALE/Pong-v5", "--total-timesteps", 2000]
         assert_refused(ATARI, tmp_path, words, "of another script")
-    words = [flag, trained(DISCRETE).checkpoint, "--env-id", DISCRETE.walk, *more]
-    assert_refused(CONTINUOUS, tmp_path, words, "see ppo.py")
+    content = load(trained(DISCRETE).checkpoint)
+    content["args"]["env_id"] = CONTINUOUS.walk
+    (tmp_path / "folder").mkdir()
+    torch.save(content, tmp_path / "theirs.pt")
+    words = [flag, tmp_path / "theirs.pt", "--env-id", CONTINUOUS.walk, *more]
+    assert_refused(CONTINUOUS, tmp_path / "folder", words, "of another script")
 
 
 def test_a_checkpoint_with_a_setting_that_no_longer_exists_loads(trained, tmp_path):

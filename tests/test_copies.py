@@ -21,20 +21,6 @@ def load_tool(name):
     return module
 
 
-def test_a_copied_unit_brings_its_imports():
-    """A function that was added to the original arrives in the copy, with a module that only it needs."""
-    copies = load_tool("copies")
-    original = "import json\nimport math\n\n\nclass Args:\n    a: int = 1\n\n\ndef f():\n    return 1\n"
-    changed = original + "\n\ndef g():\n    return math.pi + len(json.dumps(1))\n"
-    copy = "import json\n\n\nclass Args:\n    a: int = 1\n\n\ndef f():\n    return 2\n"
-    fixed = copies.fixed(changed, copy, set())
-    assert copies.drifted(changed, fixed, set()) == []
-    scope = {}
-    exec(fixed, scope)
-    assert scope["g"]() > 4
-    assert fixed.count("import json") == 1
-
-
 def test_tools_same_compares_all_scripts():
     scripts = {line.split()[0] for line in load_tool("same").RUNS.strip().splitlines()}
     assert scripts == {path.name for path in ROOT.glob("*.py")} - {"plot.py", "coach.py", "memory_tasks.py"}

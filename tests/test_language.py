@@ -187,7 +187,7 @@ def test_kl_in_the_loss_has_the_gradient_of_the_reverse_kl_token_by_token(everyt
     assert relative_error(2 * matched, true_gradient(everything)) > 0.02
 
 
-def test_sequence_ratio_has_the_gradient_of_token_ratios_at_a_ratio_of_1(everything):
+def test_at_a_ratio_of_1_sequence_ratios_have_the_gradient_of_token_ratios(everything):
     """With the aggregation sequence-mean, each response counts once."""
     batch, actor, _, scores = everything
     unscaled = {"scale_rewards": "none", "ratio": "sequence"}
@@ -206,7 +206,7 @@ def test_sequence_ratio_has_the_gradient_of_token_ratios_at_a_ratio_of_1(everyth
 
 @pytest.mark.parametrize("scale", ["none", "group"])
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
-def test_group_advantages_are_those_of_numpy(scale, kl_in):
+def test_group_advantages_equal_a_computation_in_numpy(scale, kl_in):
     """Each group is computed by itself. Groups of equal scores are not scaled."""
     scores, kl = np.random.default_rng(0).normal(3, [[2], [9]], size=(2, 24)).astype(np.float32)
     scores[4:8], kl[8:12] = 1.5, 2 * scores[8:12]
@@ -463,7 +463,7 @@ def test_responses_are_sampled_from_the_policy_and_end_at_a_stop_token():
     assert not torch.equal(batch.responses[:700], batch.responses[700:1400])
 
 
-def test_texts_are_tokenized_with_a_stop_token_and_cut_off():
+def test_texts_get_a_stop_token_unless_they_are_cut_off():
     """`decode` gives back the texts, without the stop token."""
     task, args = make_task(["2 3", "3"]), rlhf.Args(max_response_length=4)
     batch = rlhf.tokenize(task, task.prompts, ["0 2", "2 2 2 2 2"], args)
@@ -789,7 +789,7 @@ def test_kl_coefficient_is_adapted_and_saved(folder, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @both
-def test_a_device_is_never_mixed_with_another(script, tmp_path, monkeypatch):
+def test_tensors_on_the_device_never_meet_those_on_the_cpu(script, tmp_path, monkeypatch):
     """The built-in task and its evaluations run on a stand-in for a GPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
@@ -1368,7 +1368,7 @@ def test_examples_of_sums_forget_to_carry_and_held_out_sums_are_not_trained_on()
 
 
 @pytest.mark.slow
-def test_reward_model_updates_are_on_time_and_resume_the_same(tmp_path, monkeypatch):
+def test_the_reward_model_is_updated_on_time_also_after_a_resume(tmp_path, monkeypatch):
     """The reward model learns from more comparisons at each update."""
     monkeypatch.chdir(tmp_path)
     fit, compare, steps = rlhf.fit, rlhf.compare_responses, []
@@ -1561,7 +1561,7 @@ def test_wrong_reward_models_are_refused(folder, tmp_path):
         refused(rlhf, tmp_path, real_args(rlhf, folder, reward_model=str(path)), what)
 
 
-def test_a_checkpoint_of_another_script_or_with_unnamed_reward_functions_is_refused(tmp_path):
+def test_a_checkpoint_of_another_script_or_without_its_reward_functions_is_refused(tmp_path):
     named = "language_helpers:vowels"
     for args, what in (
         (grpo.Args(), "not a checkpoint of this version"),

@@ -114,7 +114,7 @@ def test_check_policy_accepts_the_masks_of_taxi(recipe, tmp_path, monkeypatch):
     recipe("my_masks.py", PROGRAMS["my_masks.py"] + text_with("check_policy(agent"))
 
 
-def test_of_eleven_torques_the_first_and_last_are_the_bounds_and_the_sixth_is_none(recipe):
+def test_of_eleven_torques_the_first_and_last_are_the_bounds_and_the_sixth_is_0(recipe):
     """The page's text for HalfCheetah replaces parts of the program."""
     pytest.importorskip("mujoco")
     program = PROGRAMS["my_choices.py"]

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -65,7 +64,7 @@ def test_a_checkpoint_has_settings_weights_normalisers_optimizer_and_random_stat
 
 
 @memory_too
-def test_two_resumes_of_a_checkpoint_are_identical(case, trained, tmp_path):
+def test_two_runs_that_resume_a_checkpoint_are_identical(case, trained, tmp_path):
     """They are equal bit for bit, even if an earlier attempt had gone further.
 
     Environments get new seeds, so that they do not repeat their episodes.
@@ -102,17 +101,6 @@ def test_a_resumed_run_uses_every_part_of_its_checkpoint(case, trained, tmp_path
         torch.save(changed, copy)
         after.append(resume(case, copy, total_timesteps=400)[0]["agent"]["actor.0.weight"])
     assert not any(torch.equal(after[0], other) for other in after[1:])
-
-
-def test_a_resumed_run_logs_whole_episodes_only(tmp_path):
-    """Each episode ends by its time limit, which is 7 steps here; none was cut when the run stopped."""
-    sizes = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "eval_episodes": 1}
-    words = flags(env_id="scripted_envs:StillBox-v0", **sizes)
-    assert call(CONTINUOUS, tmp_path, *words, "--total-timesteps", 200).status == 0
-    path = checkpoint_in(tmp_path)
-    words = ["--resume", path, "--env-id", "scripted_envs:StillBox-v0", "--total-timesteps", 400]
-    assert call(CONTINUOUS, tmp_path, *words).status == 0
-    assert set(curves(path.parent)["charts/episodic_length"].values()) == {7}
 
 
 def test_a_resumed_run_continues_to_adapt_its_coefficient(tmp_path):
@@ -200,14 +188,6 @@ STOPPED_ATARI = {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "update_ep
 STOPPED_ATARI |= {"total_timesteps": 100_000, "env_id": "ALE/Pong-v5", "device": "cpu"}
 
 
-def test_the_command_that_is_printed_to_resume_works(tmp_path):
-    """It works also if a run of few steps went on to the end of a rollout."""
-    done = run(DISCRETE, tmp_path, total_timesteps=10)
-    (words,) = re.findall(r"^resume: python \S+ (.*)$", done.out, re.M)
-    resumed = call(DISCRETE, tmp_path, *words.split(), "--env-id", DISCRETE.walk)
-    assert (resumed.status, resumed.err) == (0, "")
-
-
 def test_a_second_ctrl_c_stops_at_once_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
     interrupting(DISCRETE, monkeypatch, 3, [signal.SIGINT, signal.SIGINT])
     with pytest.raises(KeyboardInterrupt):
@@ -265,59 +245,19 @@ def test_a_checkpoint_stays_as_it_was_until_a_resumed_run_has_made_an_iteration(
     assert same(load(path), before)
 
 
-def test_a_finished_run_that_a_program_resumes_is_evaluated_and_not_saved_again(
-    trained, tmp_path, monkeypatch
-):
-    """Its checkpoint keeps the settings with which it ran."""
+def test_the_mean_return_of_100_episodes_continues_in_a_resumed_run(trained, tmp_path):
     path = copied(trained(DISCRETE).checkpoint, tmp_path)
-    before = load(path)
-    monkeypatch.chdir(tmp_path)
-    args = replace(DISCRETE.script.Args(**before["args"]), resume=str(path), learning_rate=0.5)
-    results = DISCRETE.script.train(args)
-    assert same(load(path), before)
-    assert results["training_return"] == pytest.approx(np.mean(before["state"]["returns"]))
-
-
-@memory_too
-def test_the_mean_return_of_100_episodes_continues_in_a_resumed_run(case, trained, tmp_path):
-    path = copied(trained(case).checkpoint, tmp_path)
     content = load(path)
     assert 20 < len(content["state"]["returns"]) <= 100
     content["state"]["returns"] = [777.0] * 5  # to be known again
     torch.save(content, path)
-    after, data = resume(case, path, total_timesteps=content["state"]["global_step"] + 1)
+    after, data = resume(DISCRETE, path, total_timesteps=content["state"]["global_step"] + 1)
     returns = after["state"]["returns"]
     assert returns[:5] == [777.0] * 5
     assert 5 < len(returns) <= 100
     assert max(returns[5:]) < 777
     last = [*data["charts/episodic_return_100"].values()][-1]
     assert last == pytest.approx(np.mean(returns), rel=1e-5)
-
-
-@memory_too
-def test_a_resumed_run_repeats_no_episode(case, tmp_path):
-    """Environments that draw from the generators of Python and NumPy draw new numbers, too."""
-    draws = case.walk.replace("Walk", "Draws")
-    seen = []
-    for total in (300, 700):
-        words = ["--resume", checkpoint_in(tmp_path)] if seen else flags(**SMALL)
-        assert call(case, tmp_path, *words, "--env-id", draws, "--total-timesteps", total).status == 0
-        seen.append({tuple(numbers) for numbers in user_envs.LOG["drawn"]})
-        assert len(seen[-1]) == len(user_envs.LOG["drawn"])  # the evaluation's are others, too
-    assert len(seen[0]) > 100
-    assert len(seen[0] & seen[1]) <= 40  # those of the evaluations, which are the same
-
-
-def test_workers_of_a_resumed_run_draw_new_numbers():
-    """Their generators are seeded with the seed and the step."""
-    script, seen = DISCRETE.script, []
-    args = DISCRETE.make_args(env_id="user_envs:Draws-v0", async_envs=True)
-    for step in (0, 0, 500):
-        envs = script.make_envs(args, script.seed_everything(args.seed, step))
-        seen.append(envs.reset(seed=1)[0])
-        envs.close()
-    assert (seen[0] == seen[1]).all()
-    assert not set(seen[0].flatten()) & set(seen[2].flatten())
 
 
 @pytest.mark.slow
@@ -387,10 +327,10 @@ def test_half_of_a_checkpoint_and_one_of_a_language_model_are_refused_in_one_lin
     whole = trained(DISCRETE).checkpoint
     (tmp_path / "half.pt").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
     torch.save({"args": {}, "weights": {}, "episodes": 5}, tmp_path / "language.pt")
-    for path, expected in (("half.pt", "not a checkpoint"), ("language.pt", "not a")):
+    for path in ("half.pt", "language.pt"):
         done = call(DISCRETE, tmp_path, "--resume", path)
         assert (done.status, done.err.count("\n")) == (2, 1)
-        assert expected in done.err
+        assert "not a checkpoint of this script" in done.err
 
 
 KEPT = [(DISCRETE, "--no-norm-obs"), (LSTM, "--no-norm-rewards --norm-adv")]
@@ -428,7 +368,7 @@ def test_adam_beta2_is_used_by_new_and_by_resumed_runs(trained, tmp_path):
 
 
 def test_another_min_log_std_applies_from_the_first_action_of_a_resumed_run(trained, tmp_path):
-    """To act with a narrow policy, and to learn a wide one, would be a large step."""
+    """Acting with a narrow policy and learning a wide one would be a large step."""
     path = copied(trained(CONTINUOUS).checkpoint, tmp_path)
     before = len(curves(path.parent)["losses/kl"])
     _, data = resume(CONTINUOUS, path, "--min-log-std", "1")

@@ -1,4 +1,4 @@
-"""A rollout has what the environments did, row by row, and actions that the policy has sampled."""
+"""A rollout holds what the environments did, row by row, and actions that the policy has sampled."""
 
 import copy
 import math

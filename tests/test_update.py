@@ -30,7 +30,6 @@ from helpers import (
     memory_too,
     normalized,
     run,
-    same,
     weights,
 )
 from stable_baselines3 import PPO
@@ -104,38 +103,14 @@ def test_learning_normalises_observations_as_acting_did(case):
     envs.close()
 
 
-@memory_too
-def test_make_batch_returns_the_same_batch_again_and_changes_no_statistics(case):
-    args = case.make_args()
-    if case is LSTM:
-        space = spaces.Box(-np.inf, np.inf, (D,), np.float32)
-        agent = case.script.Agent(args, space, case.num_actions)
-        rollout = case.script.Rollout(args, D, case.num_actions)
-        rollout.valid[:] = True
-        rollout.obs[:] = np.random.default_rng(1).normal(size=rollout.obs.shape)
-        given = ()
-    else:
-        agent = case.make_agent(args)
-        rollout, given = case.make_rollout(args, agent), (agent,)
-    normalised = case.script.normalize_rollout(agent, rollout, args)
-    before = copy.deepcopy(agent.state_dict())
-    one, other = (case.script.make_batch(*given, rollout, *normalised, args) for _ in range(2))
-    assert all(map(torch.equal, one, other))
-    assert same(before, agent.state_dict())
-    normalised = case.script.normalize_rollout(agent, rollout, args)
-    assert not same(before, agent.state_dict())
-
-
 # update
 
 
 @each_script
-@pytest.mark.parametrize(("steps", "envs", "minibatches"), [(12, 4, 5), (8, 1, 2)])
-def test_each_epoch_splits_all_transitions_into_minibatches_of_nearly_equal_size(
-    case, steps, envs, minibatches
-):
+def test_each_epoch_splits_all_transitions_into_minibatches_of_nearly_equal_size(case):
     """Each epoch has another order. Sizes differ by one at most."""
-    args = case.make_args(num_steps=steps, num_envs=envs, num_minibatches=minibatches)
+    minibatches = 5
+    args = case.make_args(num_minibatches=minibatches)
     agent = case.make_agent(args)
     rollout = case.make_rollout(args, agent, seed=3, chance=0.3)
     batch = case.make_batch(agent, rollout, args)
@@ -148,14 +123,11 @@ def test_each_epoch_splits_all_transitions_into_minibatches_of_nearly_equal_size
         order = []
         for minibatch in recorder.batches[epoch * minibatches : (epoch + 1) * minibatches]:
             where = places(minibatch, batch)
-            for name, part, whole in zip(batch._fields, minibatch, batch, strict=True):
-                assert torch.equal(part, whole[where]), name
             assert len(where) in (size // minibatches, math.ceil(size / minibatches))
             order += where
         assert sorted(order) == list(range(size))
         epochs.append(order)
-    if size > 10:
-        assert sorted(epochs[0]) != epochs[0] != epochs[1] != epochs[2] != sorted(epochs[2])
+    assert sorted(epochs[0]) != epochs[0] != epochs[1] != epochs[2] != sorted(epochs[2])
 
 
 def layer_pairs(agent, policy):
@@ -208,7 +180,7 @@ def make_sb3(case, agent, args):
         (4, {"activation": "tanh"}),
     ],
 )
-def test_an_update_has_the_weights_and_metrics_of_stable_baselines3(case, minibatches, changes):
+def test_an_update_gives_the_weights_and_metrics_of_stable_baselines3(case, minibatches, changes):
     """Both learn from the same minibatches of the same rollout."""
     if case is DISCRETE:
         changes = {name: value for name, value in changes.items() if name != "activation"}  # always tanh
@@ -256,6 +228,8 @@ def test_an_update_returns_means_over_its_gradient_steps_and_the_exact_kl(case):
     args = case.make_args(learning_rate=1e-2, num_minibatches=3)
     agent = case.make_agent(args)
     rollout = case.make_rollout(args, agent, chance=0.4)
+    rollout.rewards[0, 0] = 1000
+    agent.return_moments.count.fill_(5000)  # so that one enormous reward is clipped
     old, recorder = copy.deepcopy(agent), Recorder(case.script.ppo_loss)
     *_, advantages, returns, rewards = reference(case, agent, rollout, args)
     metrics = case.learn(agent, rollout, args, loss=recorder)
@@ -267,6 +241,7 @@ def test_an_update_returns_means_over_its_gradient_steps_and_the_exact_kl(case):
     for name in recorder.metrics[0]:
         expected[name] = np.mean([step[name].item() for step in recorder.metrics])
     assert metrics["clipfrac"] > 0
+    assert metrics["reward_clipfrac"] > 0
     state = vars(case.make_state(args))
     expected |= {f"charts/{name}": value for name, value in state.items() if hasattr(args, name)}
     agent.obs_moments = old.obs_moments  # the statistics of this iteration
@@ -375,8 +350,8 @@ def assert_defaults_of_stable_baselines3(args):
 
 
 @pytest.mark.parametrize(("script", "whose"), experiments.PLAIN)
-def test_an_update_with_the_flags_for_plain_ppo_equals_ppo_and_adam_in_float64(script, whose):
-    """The flags are those that the documents give for the settings of the paper and of other libraries."""
+def test_with_the_flags_for_plain_ppo_an_update_equals_one_written_by_hand(script, whose):
+    """The documents give these flags for the settings of the paper and of other libraries."""
     case = DISCRETE if script == "ppo.py" else CONTINUOUS
     flags = shlex.split(experiments.PLAIN[script, whose])
     args = tyro.cli(case.script.Args, args=flags)
@@ -486,24 +461,11 @@ def test_compiled_gradients_and_metrics_equal_eager_ones(case, surrogate, backen
 
 
 def test_no_gradient_step_leaves_a_log_std_below_its_minimum():
-    """--min-log-std changes nothing else."""
-    case, one = CONTINUOUS, {"update_epochs": 1, "num_minibatches": 1}
-    ends = {}
-    for floor in (-20.0, -0.5):
-        args = case.make_args(**one, min_log_std=floor)
-        agent = case.make_agent(args)
-        agent.log_std.data.fill_(-0.499)
-        case.learn(agent, case.make_rollout(args, agent), args)
-        ends[floor] = agent
-    free, floored = ends[-20.0], ends[-0.5]
-    assert free.log_std.min() < -0.5
-    assert torch.equal(floored.log_std, free.log_std.clamp(min=-0.5))
-    assert (weights(floored) != weights(free)).sum() == (free.log_std < -0.5).sum()
-    args, recorder = case.make_args(min_log_std=-0.5), Recorder(case.script.ppo_loss)
-    agent = case.make_agent(args)
+    args, recorder = CONTINUOUS.make_args(min_log_std=-0.5), Recorder(CONTINUOUS.script.ppo_loss)
+    agent = CONTINUOUS.make_agent(args)
     agent.log_std.data.fill_(-0.499)
-    case.learn(agent, case.make_rollout(args, agent), args, loss=recorder)
-    assert min(seen.log_std.min() for seen in recorder.agents) == -0.5
+    CONTINUOUS.learn(agent, CONTINUOUS.make_rollout(args, agent), args, loss=recorder)
+    assert min(seen.log_std.min() for seen in (*recorder.agents, agent)) == -0.5
 
 
 # train
@@ -533,23 +495,7 @@ def test_training_uses_adam_with_a_linear_schedule_and_counts_each_transition_on
     assert content["agent"]["obs_moments.count"] == content["agent"]["return_moments.count"] == steps
 
 
-@each_script
-def test_a_run_warns_if_acting_and_learning_use_different_policies(case, tmp_path, monkeypatch):
-    """A copy may have forgotten a mask when it acts. The first KL divergence shows it."""
-
-    class Agent(case.script.Agent):
-        def policy(self, obs):
-            shift = torch.tensor([6.0, 0.0, -6.0]) if case is DISCRETE else torch.tensor([3.0, 0.0])
-            policy = super().policy(obs) + shift * torch.is_inference_mode_enabled()
-            return torch.log_softmax(policy, -1) if case is DISCRETE else policy
-
-    monkeypatch.setattr(case.script, "Agent", Agent)
-    done = run(case, tmp_path, total_timesteps=300)
-    assert "acting and learning do not compute the same policy" in done.out
-    assert min(curves(checkpoint_in(tmp_path).parent)["losses/first_approx_kl"].values()) > 0.1
-
-
-def test_a_run_warns_once_of_dropout(tmp_path, monkeypatch):
+def test_a_run_warns_once_if_the_policy_has_dropout(tmp_path, monkeypatch):
     """The agent acts with other units than it learns with. A run without dropout has no warning."""
     case = DISCRETE
 
@@ -563,19 +509,6 @@ def test_a_run_warns_once_of_dropout(tmp_path, monkeypatch):
     assert warning not in run(case, tmp_path, **settings).out
     monkeypatch.setattr(case.script, "Agent", Agent)
     assert run(case, tmp_path, **settings).out.count(warning) == 1
-
-
-@pytest.mark.nightly
-@torch._dynamo.config.patch(recompile_limit=1)
-def test_many_runs_in_one_process_can_be_compiled(monkeypatch):
-    """A search has runs with networks of many sizes. PyTorch's limit counts for each run by itself."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # see above
-    for size in (4, 5, 6):
-        args = DISCRETE.make_args(hidden_size=size)
-        agent, state = DISCRETE.make_agent(args), DISCRETE.make_state(args)
-        batch = DISCRETE.make_batch(agent, DISCRETE.make_rollout(args, agent), args)
-        DISCRETE.script.compiled(DISCRETE.script.compute_gradients)(agent, batch, args, state)
-        assert agent.actor[0].weight.grad.abs().max() > 0
 
 
 @pytest.mark.slow

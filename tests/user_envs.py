@@ -84,8 +84,8 @@ class Walk(gym.Env):
 class Probe(gym.Env):
     """An observation is a cue of -1 or 1, drawn at the start, and the one-hot step: one thing to learn.
 
-    The reward is 1 "always"; or if the action "match"es the cue; or in the third step, if the first action
-    matched ("late"); or it is the "cue" itself. A cue of 1 means action 1, or one greater than 1.
+    The reward is 1 "always"; or if the action matches the cue ("match"); or in the third step, if the first
+    action matched ("late"); or it is the "cue" itself. A cue of 1 means action 1, or one greater than 1.
     """
 
     def __init__(self, pays, length=1, truncates=False, action="discrete"):
@@ -119,44 +119,15 @@ class Probe(gym.Env):
 
 
 class Global(Walk):
-    """Observations come from NumPy's global generator, one of their numbers when the instance is made."""
+    """Observations come from global generators, one of their numbers when the instance is made."""
 
     def __init__(self, **options):
         super().__init__(**options)
         self.drawn = np.random.random()  # noqa: NPY002
 
     def observe(self):
-        return np.float32([self.drawn, *np.random.random(2)])  # noqa: NPY002
-
-
-class OwnInfo(Walk):
-    """`step` reports an entry "episode" with a meaning of its own, of changing types."""
-
-    def step(self, action):
-        obs, reward, terminated, truncated, info = super().step(action)
-        info["episode"] = {"r": 1000.0, "l": 1} if len(self.rewards) % 2 else 7
-        return obs, reward, terminated, truncated, info
-
-
-class Bandit(gym.Env):
-    """Episodes have one step. Its reward is 100, or 101 for the last action."""
-
-    observation_space, action_space = spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return np.ones(2, np.float32), {}
-
-    def step(self, action):
-        return np.ones(2, np.float32), 100.0 + action, True, False, {}
-
-
-class Draws(Walk):
-    """Observations come from the global generators of Python and NumPy, which `reset` does not seed."""
-
-    def observe(self):
-        obs = np.float32([random.random(), *np.random.random(2)])  # noqa: NPY002
-        LOG["drawn"].append(obs[:2].tolist())
+        obs = np.float32([self.drawn, np.random.random(), random.random()])  # noqa: NPY002
+        LOG["drawn"].append(obs.tolist())
         return obs
 
 
@@ -164,9 +135,6 @@ for kind in ACTIONS:
     ending = "Box-v0" if kind == "box" else "-v0"
     gym.register(f"Walk{ending}", Walk, kwargs={"action": kind})
     gym.register(f"Probe{ending}", Probe, kwargs={"action": kind})
-    gym.register(f"Draws{ending}", Draws, kwargs={"action": kind})
-gym.register("OwnInfo-v0", OwnInfo)
-gym.register("Bandit-v0", Bandit)
 gym.register("Global-v0", Global)
 gym.register("Words-v0", Walk, kwargs={"observation": "words"})
 OTHERS = {

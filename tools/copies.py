@@ -72,10 +72,11 @@ def units(text: str) -> dict[str, tuple[int, int]]:
             add(ast.unparse(target).replace(" ", ""), node)
         elif isinstance(node, ast.FunctionDef):
             add(node.name, node)
-        elif isinstance(node, ast.ClassDef) and node.name != SETTINGS:
+        elif isinstance(node, ast.ClassDef):
             methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
             head = methods[0].lineno - 1 - len(methods[0].decorator_list) if methods else node.end_lineno
-            add(node.name, node, head)
+            if node.name != SETTINGS:
+                add(node.name, node, head)
             for method in methods:
                 add(f"{node.name}.{method.name}", method)
     return found
