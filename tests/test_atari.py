@@ -122,6 +122,7 @@ def first_images(**settings):
     return np.stack(images)
 
 
+@pytest.mark.slow
 def test_the_names_of_a_game_differ_only_in_sticky_actions():
     """--env-kwargs are arguments of the ALE."""
     names = "BreakoutNoFrameskip-v4", "ALE/Breakout-v5"

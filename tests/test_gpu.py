@@ -460,7 +460,7 @@ def test_a_resumed_run_goes_on_with_the_adapted_learning_rate_unless_a_flag_give
         assert expected / 20 < first < expected * 20  # it is adapted within the iteration, too
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="needs PyTorch 2.13")
 def test_compile_gives_the_same_weights_up_to_rounding(tmp_path):
     _, plain = run(tmp_path / "plain", total_timesteps=128)
@@ -538,7 +538,7 @@ def test_a_run_prints_its_checkpoint_and_the_return_of_whole_episodes(trained):
     assert {slots["step"].item() for slots in content["optimizer"]["state"].values()} == {45 * 2 * 4}
 
 
-def test_a_run_that_was_killed_resumes_as_if_it_had_not_been(trained, tmp_path, monkeypatch):
+def test_a_run_that_was_killed_resumes_as_if_it_had_never_been_killed(trained, tmp_path, monkeypatch):
     """Episodes, weights, statistics, optimizer and curves are those of an uninterrupted run, bit for bit."""
     log = ppo.Run.log
 
@@ -657,7 +657,9 @@ def test_a_video_is_recorded_where_the_environments_can_render(tmp_path):
     assert "environments with snapshot and render" in refused.err
 
 
-def test_ctrl_c_and_sigterm_save_a_run_that_resumes_as_if_it_had_not_been(trained, tmp_path, monkeypatch):
+def test_ctrl_c_and_sigterm_save_a_run_that_resumes_as_if_it_had_never_stopped(
+    trained, tmp_path, monkeypatch
+):
     """Training ends after the iteration, without an evaluation, with exit status 130."""
     collect, count = ppo.collect_rollout, itertools.count(1)
     signals = {3: signal.SIGINT, 5: signal.SIGTERM}  # by iteration
@@ -773,7 +775,7 @@ def test_the_defaults_solve_the_pendulums_in_half_of_their_steps(tmp_path):
 # MuJoCo Playground: pip install -e ".[playground]"
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_playground_steps_as_the_environment_itself_and_trains(tmp_path, monkeypatch):
     """At the time limit, an environment returns to the state in which it started.
 

@@ -1217,7 +1217,10 @@ def test_an_interrupted_run_resumes_bit_for_bit(folder, tmp_path, monkeypatch):
         assert completions(path) == completions(whole)
 
 
-@pytest.mark.parametrize(("script", "number"), [(rlhf, signal.SIGINT), (grpo, signal.SIGTERM)])
+STOPS = [pytest.param(rlhf, signal.SIGINT, marks=pytest.mark.slow), (grpo, signal.SIGTERM)]
+
+
+@pytest.mark.parametrize(("script", "number"), STOPS, ids=label)
 def test_a_stopped_run_is_saved_and_resumes_bit_for_bit(script, number, folder, tmp_path, monkeypatch):
     """Training ends after the iteration, without an evaluation."""
     args, calls = real_args(script, folder, total_episodes=128, num_minibatches=2), []
