@@ -798,7 +798,7 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
         flat = np.reshape(obs, (len(obs), -1)) if batch else gym.spaces.flatten(space, obs)
         flat = torch.as_tensor(flat, dtype=torch.float32, device=device)
         rows = normalize(flat).reshape(-1, flat.shape[-1])
-        starts = torch.as_tensor(start, device=device).expand(len(rows))
+        starts = torch.as_tensor(np.asarray(start), device=device).expand(len(rows))
         if starts.all():  # of any number of environments
             memory = memory.new_zeros(len(memory), len(rows), args.hidden_size)
         if memory.shape[1] != len(rows):

@@ -330,11 +330,11 @@ def test_target_kl_stops_after_the_first_epoch_whose_last_minibatch_is_above_it(
         args = make_args(update_epochs=epochs, learning_rate=1e-4)
         agent = make_agent(args)
         kls.append(learn(agent, make_rollout(args, agent), args)["kl"])  # of the last minibatch
-    assert kls[0] < kls[1] < kls[2]
-    for target_kl, kl in (((kls[0] + kls[1]) / 2, kls[1]), (1e9, kls[2])):
+    for target_kl in (min(kls) / 2, (kls[0] + kls[1]) / 2, 1e9):
         args = make_args(update_epochs=3, learning_rate=1e-4, target_kl=target_kl)
         agent = make_agent(args)
-        assert learn(agent, make_rollout(args, agent), args)["kl"] == kl
+        expected = next((kl for kl in kls if kl > target_kl), kls[-1])
+        assert learn(agent, make_rollout(args, agent), args)["kl"] == expected
 
 
 def test_each_epoch_permutes_all_rows():

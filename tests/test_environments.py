@@ -60,15 +60,20 @@ def test_each_environment_that_a_run_makes_is_closed(tmp_path):
 
 
 def policy_of(case, folder, observation):
-    """Return the policy of a short run, an agent with the same weights, and the environment."""
-    run(case, folder, learning_rate=0.01, env_kwargs=f'{{"observation": "{observation}"}}')
+    """Return a policy that depends on the observation, an agent with its weights, and the environment."""
+    run(case, folder, env_kwargs=f'{{"observation": "{observation}"}}')
     path = checkpoint_in(folder)
-    args = case.script.Args(**load(path)["args"])
+    content = load(path)
+    args = case.script.Args(**content["args"])
     env = case.script.make_env(args)
     agent = case.script.Agent(
         args, gym.spaces.flatten_space(env.observation_space), case.count(env.action_space)
     )
-    agent.load_state_dict(load(path)["agent"])
+    agent.load_state_dict(content["agent"])
+    torch.manual_seed(1)
+    for name, parameter in agent.actor.named_parameters():
+        parameter.data += torch.randn(parameter.shape) * ("weight" in name)
+    torch.save(content | {"agent": agent.state_dict()}, path)
     return case.script.load_policy(path, env), agent, env
 
 
