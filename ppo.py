@@ -23,12 +23,12 @@ use your own, register it and name it (`--env-id my_module:MyEnv-v0`), or change
 PPO comes first: networks, equations, then the algorithm up to `train`, which repeats:
 
     adjust_coefficients    sets the learning rate, ε, β and c₂, by schedules or by the last update
-    collect_rollout        acts for T steps in N environments, and fills the rollout
+    collect_rollout        acts for T steps in N environments
     normalize_rollout      normalises observations and rewards, and updates the running statistics
-    make_batch             estimates values and advantages (compute_gae), and flattens the rollout
+    make_batch             estimates values and advantages (compute_gae)
     update                 takes K epochs of gradient steps on minibatches, each on the loss of ppo_loss
 
-Shapes: T steps per rollout, N environments, D numbers per observation, A actions, B transitions per batch.
+Shapes: T steps per rollout, N environments, B = T x N transitions, D numbers per observation, A actions.
 """
 
 import json
@@ -71,7 +71,7 @@ class Args:  # the trailing comments become --help
     capture_video: bool = False  # record the evaluation in the run folder (needs moviepy)
     track: bool = False  # mirror TensorBoard to Weights & Biases, to its WANDB_PROJECT (needs wandb)
     device: str = "cpu"  # cpu, cuda or mps; small networks are fastest on the CPU
-    compile: bool = False  # compile the gradient step: faster after some 25 s (PyTorch >= 2.13)
+    compile: bool = False  # compile the gradient step: pays off after about 25 s (PyTorch >= 2.13)
 
     # Environment
     env_id: str = "CartPole-v1"  # Gymnasium id; `module:EnvId-v0` imports the module first
@@ -111,7 +111,7 @@ class Args:  # the trailing comments become --help
                 setattr(self, name, value.item())
             if isinstance(value, Path):
                 setattr(self, name, str(value))
-        for name in ("resume", "evaluate"):  # the folder of a run will do
+        for name in ("resume", "evaluate"):  # a run folder is accepted, too
             path = getattr(self, name)
             if path and Path(path).is_dir():
                 setattr(self, name, str(Path(path, "checkpoint.pt")))
@@ -121,7 +121,7 @@ class Args:  # the trailing comments become --help
 # from the one that collected the data. To study what is refused, change this table in your program. A number
 # of your own in Args is checked once it has an entry here.
 BOUNDS = {
-    "seed": (0, 2**31), "eval_episodes": (1, math.inf), "num_envs": (1, math.inf), "num_steps": (2, math.inf),
+    "seed": (0, 2**31), "eval_episodes": (1, math.inf), "num_envs": (1, math.inf), "num_steps": (1, math.inf),
     "total_timesteps": (1, 1e15), "learning_rate": (0, 1), "gamma": (0, 1), "gae_lambda": (0, 1),
     "update_epochs": (1, 30), "num_minibatches": (1, math.inf), "clip_coef": (1e-3, 0.3), "kl_coef": (0, 1e4),
     "desired_kl": (1e-6, 10), "target_kl": (1e-6, math.inf), "ent_coef": (0, 100), "target_entropy": (0, 100),
@@ -171,17 +171,12 @@ class Agent(nn.Module):
         unit = (obs_space.low == 0) & (obs_space.high == 1)  # one-hot, for example: these stay as they are
         self.unit_obs = nn.Buffer(torch.from_numpy(unit), persistent=False)
 
-    def normalizer(self) -> Callable[[Tensor], Tensor]:
-        """A fast `normalize`, with the statistics as they are at this call."""
-        if not self.norm_obs:
-            return lambda obs: obs
-        mean = torch.where(self.unit_obs, 0, self.obs_moments.mean)
-        scale = torch.where(self.unit_obs, 1, torch.rsqrt(self.obs_moments.var + 1e-8))
-        return lambda obs: ((obs - mean) * scale).clamp(-10, 10)
-
     def normalize(self, obs: Tensor) -> Tensor:
         """Raw observations [..., D] as the networks see them: (x - mean) / std within ±10, or unchanged."""
-        return self.normalizer()(obs)
+        if not self.norm_obs:
+            return obs
+        mean, scale = self.obs_moments.mean, torch.rsqrt(self.obs_moments.var + 1e-8)
+        return torch.where(self.unit_obs, obs, ((obs - mean) * scale).clamp(-10, 10))
 
     def policy(self, obs: Tensor) -> Tensor:
         """π(·|s), as log-probabilities [..., A], for normalised observations [..., D]."""
@@ -194,6 +189,19 @@ class Agent(nn.Module):
 
 
 # ------------------------------------------------- Equations ------------------------------------------------
+
+
+# A policy is `Agent.policy` and these five functions. For another distribution, change these alone.
+
+
+def sample(log_policy: Tensor) -> Tensor:
+    """Actions [N] from π(·|s) [N, A]: argmax of π(a) / e_a with e_a ~ Exp(1), as torch.multinomial has it."""
+    return (log_policy.exp() / torch.empty_like(log_policy).exponential_()).argmax(-1)
+
+
+def most_likely(log_policy: Tensor) -> Tensor:
+    """The most likely actions [...] of π(·|s) [..., A]."""
+    return log_policy.argmax(-1)
 
 
 def log_prob(log_policy: Tensor, actions: Tensor) -> Tensor:
@@ -212,29 +220,31 @@ def kl_divergence(old_log_policy: Tensor, log_policy: Tensor) -> Tensor:
 
 
 def compute_gae(
-    rewards: Tensor, values: Tensor, terminated: Tensor, truncated: Tensor, gamma: float, gae_lambda: float
-) -> tuple[Tensor, Tensor]:
+    rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, truncated: Tensor,
+    gamma: float, gae_lambda: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Advantages and returns [T, N] by generalised advantage estimation ([GAE], equations 11 to 16).
 
         δ_t = r_t + γ V(s_{t+1}) (1 - terminated_t) - V(s_t)
         A_t = δ_t + γλ (1 - (terminated_t ∨ truncated_t)) A_{t+1}
         return_t = A_t + V(s_t), the critic's target
 
-    Both kinds of end stop the sum, but at a time limit (truncated) V(s_{t+1}) still counts ([Limits]).
-    So row t+1 of `values` [T+1, N] must be the value of the state that step t led to, even where it ended the
-    episode. All other tensors are [T, N].
+    All tensors are [T, N]. s_{t+1} is the state that step t led to, also where it ended the episode. Both
+    kinds of end stop the sum, but at a time limit (truncated) V(s_{t+1}) still counts ([Limits]).
     """
-    next_values = torch.where(terminated, 0, values[1:])  # not a product: 0 * NaN is NaN
-    deltas = rewards + gamma * next_values - values[:-1]
-    ended = terminated | truncated
-    advantages = torch.zeros_like(values)
-    for t in reversed(range(len(rewards))):
-        advantages[t] = deltas[t] + gamma * gae_lambda * torch.where(ended[t], 0, advantages[t + 1])
-    return advantages[:-1], advantages[:-1] + values[:-1]
+    next_values = torch.where(terminated, 0, next_values)  # not a product: 0 * NaN is NaN
+    deltas = rewards + gamma * next_values - values
+    discounts = gamma * gae_lambda * ~(terminated | truncated)
+    advantages = torch.zeros_like(deltas)
+    advantage = torch.zeros_like(deltas[0])  # nothing is known after the rollout but V(s_T)
+    for t in reversed(range(len(deltas))):
+        advantage = deltas[t] + discounts[t] * advantage
+        advantages[t] = advantage
+    return advantages, advantages + values
 
 
 class Batch(NamedTuple):
-    """B transitions to learn from."""
+    """B transitions to learn from. To add a quantity, compute it in `make_batch` and use it in `ppo_loss`."""
 
     obs: Tensor  # [B, D], normalised
     actions: Tensor  # [B]
@@ -296,118 +306,95 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tens
 
 
 class Rollout:
-    """T steps of N environments, in arrays that are reused: the next rollout starts where this one ends.
+    """T steps of N environments. The next rollout starts where this one ends, in the same arrays.
 
-    When step t ends an episode, obs[t+1] is its last state, so the value there is row t+1 of the values. Step
-    t+1 then ignores its action, returns a reward of 0, and only resets the environment
-    (AutoresetMode.NEXT_STEP of Gymnasium). It is a filler row: not valid, and not learnt from.
-
-        step   t       t+1     t+2
-        obs    s       last s  first s of the next episode
-        end    yes     no      no
-        valid  yes     no      yes
+    An environment whose episode ends is reset in the same step. `next_obs` holds the last observation of the
+    old episode, whose value counts at a time limit, and `current_obs` the first one of the next.
     """
 
-    def __init__(self, args: Args, obs_size: int, num_actions: int):
+    def __init__(self, args: Args, obs_size: int):
         shape = args.num_steps, args.num_envs
-        self.obs = np.zeros((args.num_steps + 1, args.num_envs, obs_size), np.float32)
-        self.policies = torch.zeros(*shape, num_actions, device=args.device)  # π_old(·|s)
-        self.actions = np.zeros(shape, np.int64)
-        self.rewards = np.zeros(shape)  # in float64: returns are sums of them
-        self.terminated = np.zeros(shape, bool)
-        self.truncated = np.zeros(shape, bool)
-        self.valid = np.zeros(shape, bool)
-        self.discounted_returns = np.zeros(shape, np.float32)  # for normalize_rollout
-        self.episode_returns = np.zeros(args.num_envs)  # of the unfinished episodes, up to here
-        self.episode_lengths = np.zeros(args.num_envs, int)
-
-
-@torch.inference_mode()
-def act(agent: Agent, obs: Tensor, noise: Tensor) -> tuple[Tensor, np.ndarray]:
-    """For normalised observations [N, D]: π(·|s) [N, A], as log-probabilities, and actions [N] drawn from it.
-
-    argmax(log π + noise) is a sample from π if the noise [N, A] has a Gumbel distribution. Actions must be
-    drawn from exactly the policy that is returned: the ratio is to that one.
-    """
-    policy = agent.policy(obs)
-    return policy, (policy + noise).argmax(-1).cpu().numpy()
+        self.current_obs = np.zeros((args.num_envs, obs_size), np.float32)  # what the next step acts on
+        self.obs = np.zeros((*shape, obs_size), np.float32)  # s_t
+        self.next_obs = np.zeros((*shape, obs_size), np.float32)  # s_{t+1}
+        self.policies: Tensor  # π_old(·|s_t) [T, N, ...], as `Agent.policy` gives it
+        self.actions: Tensor  # a_t [T, N, ...], as `sample` draws it
+        self.rewards = np.zeros(shape)  # r_t, in float64: returns are sums of them
+        self.terminated, self.truncated = np.zeros(shape, bool), np.zeros(shape, bool)
+        # Of the unfinished episode in each environment, so far
+        self.episode_returns, self.episode_lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
+        self.discounted_returns = np.zeros(args.num_envs)
 
 
 def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args) -> list[tuple[float, int]]:
-    """Fill the rollout with the next T steps. Returns the return and length of each episode that ended."""
-    obs, actions, rewards, valid = rollout.obs, rollout.actions, rollout.rewards, rollout.valid
-    terminated, truncated = rollout.terminated, rollout.truncated
-    normalize = agent.normalizer()
-    noises = -torch.empty(rollout.policies.shape).exponential_().log()  # all at once is faster
-    obs[0] = obs[-1]
-    valid[0] = ~(terminated[-1] | truncated[-1])  # of the previous rollout
-    for t, noise in enumerate(noises.to(args.device)):
-        seen = normalize(torch.as_tensor(obs[t], device=args.device))
-        rollout.policies[t], actions[t] = act(agent, seen, noise)
-        obs[t + 1], rewards[t], terminated[t], truncated[t], _ = envs.step(actions[t])
-    valid[1:] = ~(terminated | truncated)[:-1]
-    finite = np.isfinite(rewards).all() and np.isfinite(obs[0][valid[0]]).all()
-    if not (finite and np.isfinite(obs[1:][~terminated]).all()):
+    """Act for T steps. Returns the return and the length of each episode that ended."""
+    policies, actions, episodes = [], [], []
+    for t in range(args.num_steps):
+        rollout.obs[t] = rollout.current_obs
+        with torch.inference_mode():
+            obs = torch.as_tensor(rollout.obs[t], device=args.device)
+            policy = agent.policy(agent.normalize(obs))
+            action = sample(policy)
+        rollout.current_obs, rewards, terminated, truncated, infos = envs.step(action.cpu().numpy())
+        policies.append(policy)
+        actions.append(action)
+        rollout.next_obs[t], rollout.rewards[t] = rollout.current_obs, rewards
+        rollout.terminated[t], rollout.truncated[t] = terminated, truncated
+        rollout.episode_returns += rewards
+        rollout.episode_lengths += 1
+        for n in np.flatnonzero(terminated | truncated):
+            rollout.next_obs[t, n] = infos["final_obs"][n]
+            episodes.append((float(rollout.episode_returns[n]), int(rollout.episode_lengths[n])))
+            rollout.episode_returns[n] = rollout.episode_lengths[n] = 0
+    rollout.policies, rollout.actions = torch.stack(policies), torch.stack(actions)
+    counted = rollout.obs, rollout.next_obs[~rollout.terminated], rollout.rewards
+    if not all(np.isfinite(numbers).all() for numbers in counted):
         raise FloatingPointError("a reward or an observation is NaN or infinite: look at the environment")
-    return finished_episodes(rollout)
-
-
-def finished_episodes(rollout: Rollout) -> list[tuple[float, int]]:
-    """The return and length of each episode that ended in the rollout. Keeps those of the unfinished ones."""
-    returns = rollout.episode_returns + rollout.rewards.cumsum(0)  # [T, N], summed over all its episodes
-    lengths = rollout.episode_lengths + rollout.valid.cumsum(0)
-    previous_return, previous_length = np.zeros(len(returns[0])), np.zeros(len(returns[0]), int)
-    episodes = []
-    for t, n in np.argwhere(rollout.terminated | rollout.truncated):
-        episodes.append((float(returns[t, n] - previous_return[n]), int(lengths[t, n] - previous_length[n])))
-        previous_return[n], previous_length[n] = returns[t, n], lengths[t, n]
-    rollout.episode_returns = returns[-1] - previous_return
-    rollout.episode_lengths = lengths[-1] - previous_length
     return episodes
 
 
 @torch.no_grad()
-def normalize_rollout(agent: Agent, rollout: Rollout, args: Args) -> tuple[Tensor, Tensor]:
-    """Normalised observations [T+1, N, D] and scaled rewards [T, N]. Updates the running statistics.
+def normalize_rollout(agent: Agent, rollout: Rollout, args: Args) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalised obs and next_obs [T, N, D], and scaled rewards [T, N]. Updates the running statistics.
 
     Observations are normalised by the statistics that acting used, before they are updated. Rewards are
     divided by the running std, after its update, of the discounted return R_t = γ R_{t-1} + r_t, which starts
     from 0 in each episode, and clipped to ±10 ([Matters], §3).
     """
-    tensor = partial(torch.as_tensor, device=args.device)
-    raw_obs, valid = tensor(rollout.obs), tensor(rollout.valid)
-    raw_rewards = rollout.rewards.astype(np.float32)
-    rewards = tensor(raw_rewards)
-    obs = agent.normalize(raw_obs)
-    agent.obs_moments.update(raw_obs[:-1][valid])
+    tensor = partial(torch.tensor, dtype=torch.float32, device=args.device)  # a copy: arrays are reused
+    raw_obs, rewards = tensor(rollout.obs), tensor(rollout.rewards)
+    obs, next_obs = agent.normalize(raw_obs), agent.normalize(tensor(rollout.next_obs))
+    agent.obs_moments.update(raw_obs.flatten(0, 1))
     if args.norm_rewards:
-        discounted = rollout.discounted_returns
-        for t in range(args.num_steps):  # at t = 0: the previous rollout's last row
-            discounted[t] = (args.gamma * discounted[t - 1] + raw_rewards[t]) * rollout.valid[t]
-        agent.return_moments.update(tensor(discounted[rollout.valid]).unsqueeze(-1))
+        discounted_returns = np.zeros_like(rollout.rewards)  # R_t [T, N]
+        for t, ended in enumerate(rollout.terminated | rollout.truncated):
+            discounted_returns[t] = args.gamma * rollout.discounted_returns + rollout.rewards[t]
+            rollout.discounted_returns = np.where(ended, 0, discounted_returns[t])
+        agent.return_moments.update(tensor(discounted_returns).view(-1, 1))
         rewards = (rewards * torch.rsqrt(agent.return_moments.var + 1e-8)).clamp(-10, 10)
-    return obs, rewards
+    return obs, next_obs, rewards
 
 
 @torch.no_grad()
-def make_batch(agent: Agent, rollout: Rollout, obs: Tensor, rewards: Tensor, args: Args) -> Batch:
-    """The transitions of a rollout, without filler rows, with values and advantages of the current critic.
+def make_batch(
+    agent: Agent, rollout: Rollout, obs: Tensor, next_obs: Tensor, rewards: Tensor, args: Args
+) -> Batch:
+    """The transitions of a rollout, with values and advantages of the current critic.
 
-    `obs` and `rewards` are what `normalize_rollout` returned.
+    `obs`, `next_obs` and `rewards` are what `normalize_rollout` returned.
     """
     tensor = partial(torch.as_tensor, device=args.device)
-    actions, valid = tensor(rollout.actions), tensor(rollout.valid)
-    terminated, truncated = tensor(rollout.terminated), tensor(rollout.truncated)
-    values = agent.value(obs)
-    advantages, returns = compute_gae(rewards, values, terminated, truncated, args.gamma, args.gae_lambda)
+    values, next_values = agent.value(obs), agent.value(next_obs)
+    ends = tensor(rollout.terminated), tensor(rollout.truncated)
+    advantages, returns = compute_gae(rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
     return Batch(
-        obs=obs[:-1][valid],
-        actions=actions[valid],
-        old_policy=rollout.policies[valid],
-        old_values=values[:-1][valid],
-        advantages=advantages[valid],
-        returns=returns[valid],
-        rewards=rewards[valid],
+        obs=obs.flatten(0, 1),
+        actions=rollout.actions.flatten(0, 1),
+        old_policy=rollout.policies.flatten(0, 1),
+        old_values=values.flatten(),
+        advantages=advantages.flatten(),
+        returns=returns.flatten(),
+        rewards=rewards.flatten(),
     )
 
 
@@ -430,8 +417,29 @@ def update(
 ) -> dict[str, float]:
     """K epochs of gradient steps on shuffled minibatches, each by `compute`, which is `compute_gradients`.
 
-    Returns metrics: of the data, means over the gradient steps, and the KL divergence after the last.
+    Returns metrics: of the batch, means over the gradient steps, and the KL divergence after the last.
     """
+    metrics = batch_metrics(batch, args, state)
+    optimizer.param_groups[0]["lr"] = state.learning_rate
+    steps = []  # metrics of each gradient step, still as tensors: reading them would wait for the GPU
+    for _ in range(args.update_epochs):
+        order = torch.randperm(len(batch.obs)).to(args.device)
+        for rows in order.tensor_split(args.num_minibatches):
+            minibatch = Batch(*(column[rows] for column in batch))
+            optimizer.zero_grad()
+            steps.append(compute(agent, minibatch, args, state))
+            optimizer.step()
+        if args.target_kl is not None and mean_kl(agent, batch) > args.target_kl:
+            break
+    for name in steps[0]:
+        metrics[name] = torch.stack([step[name] for step in steps]).mean().item()
+    metrics["first_approx_kl"] = steps[0]["approx_kl"].item()  # before the first step: 0, up to rounding
+    metrics["kl"] = mean_kl(agent, batch)
+    return metrics
+
+
+def batch_metrics(batch: Batch, args: Args, state: State) -> dict[str, float]:
+    """The coefficients, how well V_old predicts the returns, and the share of rewards that are clipped."""
     errors = batch.advantages  # the critic's errors: return - V_old(s)
     metrics = {
         "charts/learning_rate": state.learning_rate,
@@ -443,21 +451,6 @@ def update(
     }
     if args.norm_rewards:  # where many are clipped, large rewards look the same
         metrics["reward_clipfrac"] = (batch.rewards.abs() >= 10).float().mean().item()
-    optimizer.param_groups[0]["lr"] = state.learning_rate
-    steps = []  # metrics of each, still as tensors: reading them would wait for the GPU
-    for _ in range(args.update_epochs):
-        order = torch.randperm(len(batch.obs)).to(args.device)
-        for rows in order.tensor_split(args.num_minibatches):
-            minibatch = Batch(*(column[rows] for column in batch))
-            optimizer.zero_grad()
-            steps.append(compute(agent, minibatch, args, state))
-            optimizer.step()
-        if args.target_kl is not None and mean_kl(agent, batch) > args.target_kl:
-            break
-    for name in steps[0]:
-        metrics[name] = torch.stack([each[name] for each in steps]).mean().item()
-    metrics["first_approx_kl"] = steps[0]["approx_kl"].item()  # before the first step: 0, up to rounding
-    metrics["kl"] = mean_kl(agent, batch)
     return metrics
 
 
@@ -476,13 +469,13 @@ def adjust_coefficients(state: State, args: Args) -> None:
     if state.kl is None or state.entropy is None:  # before the first update
         return
 
-    too_far, too_short = state.kl > 1.5 * args.desired_kl, state.kl < args.desired_kl / 1.5
-    if args.adapt == "kl-coef" and (too_far or too_short):  # [PPO], §4
-        state.kl_coef = min(max(state.kl_coef * (2 if too_far else 0.5), 1e-4), 1e4)
-    if args.adapt == "clip-coef" and (too_far or too_short):
-        state.clip_coef = min(max(state.clip_coef * (0.5 if too_far else 2), 0.01), 0.3)
+    kl_too_high, kl_too_low = state.kl > 1.5 * args.desired_kl, state.kl < args.desired_kl / 1.5
+    if args.adapt == "kl-coef" and (kl_too_high or kl_too_low):  # [PPO], §4
+        state.kl_coef = min(max(state.kl_coef * (2 if kl_too_high else 0.5), 1e-4), 1e4)
+    if args.adapt == "clip-coef" and (kl_too_high or kl_too_low):
+        state.clip_coef = min(max(state.clip_coef * (0.5 if kl_too_high else 2), 0.01), 0.3)
     if args.adapt == "learning-rate":  # by the factor of Rudin et al. 2022, arXiv:2109.11978
-        factor = 1 / 1.5 if too_far else 1.5 if too_short else 1
+        factor = 1 / 1.5 if kl_too_high else 1.5 if kl_too_low else 1
         state.learning_rate = min(max(state.learning_rate * factor, 1e-5), scheduled_lr)
     if args.target_entropy is not None and abs(state.entropy - args.target_entropy) > 0.05:
         factor = 1 / 1.1 if state.entropy > args.target_entropy else 1.1
@@ -504,8 +497,8 @@ def train(args: Args) -> dict:
         _, saved = load_checkpoint(args.resume)
         vars(state).update(saved["state"])
     envs = make_envs(args, seed_everything(args.seed, state.global_step))
-    if envs.metadata.get("autoreset_mode") is not AutoresetMode.NEXT_STEP:
-        raise ValueError("the environments must reset in the next step: see Rollout")
+    if envs.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
+        raise ValueError("the environments must reset in the same step: see Rollout")
     env_seed = seed_everything(args.seed, state.global_step)  # again: environments may have drawn numbers
     obs_space, num_actions = envs.single_observation_space, int(envs.single_action_space.n)
     agent = Agent(args, obs_space, num_actions).to(args.device)
@@ -515,15 +508,15 @@ def train(args: Args) -> dict:
         optimizer.load_state_dict(saved["optimizer"])
         torch.set_rng_state(saved["random"])
     compute = compiled(compute_gradients) if args.compile else compute_gradients
-    rollout = Rollout(args, obs_space.shape[0], num_actions)
+    rollout = Rollout(args, obs_space.shape[0])
     run = Run(args, agent, optimizer, state)
 
-    rollout.obs[-1], _ = envs.reset(seed=env_seed)  # where the first rollout starts
+    rollout.current_obs, _ = envs.reset(seed=env_seed)
     while state.global_step < args.total_timesteps and not STOP.is_set():
         adjust_coefficients(state, args)
         episodes = collect_rollout(envs, agent, rollout, args)
-        obs, rewards = normalize_rollout(agent, rollout, args)
-        batch = make_batch(agent, rollout, obs, rewards, args)
+        obs, next_obs, rewards = normalize_rollout(agent, rollout, args)
+        batch = make_batch(agent, rollout, obs, next_obs, rewards, args)
         metrics = update(agent, optimizer, compute, batch, args, state)
         state.global_step += len(batch.obs)
         state.kl, state.entropy = float(metrics["kl"]), float(metrics["entropy"])
@@ -542,27 +535,26 @@ STOP = threading.Event()  # set by Ctrl-C and SIGTERM: training ends after the i
 def seed_everything(seed: int, step: int = 0) -> int:
     """Seed all random generators for training from a step on. Returns a seed for the environments."""
     if step > 0:  # a resumed run has new episodes
-        seed = hashed(seed, step)
+        seed = hash_seed(seed, step)
     for function in (random.seed, np.random.seed, torch.manual_seed):
         function(seed)
     # A hash, because Gymnasium seeds environment i with this + i: seeds 1 and 2 would share most of them.
-    return hashed(seed)
+    return hash_seed(seed)
 
 
-def hashed(*numbers: int) -> int:
+def hash_seed(*numbers: int) -> int:
     """A seed below 2**31, which is all that some simulators take, from one or several numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1
 
 
 def compiled(function: Callable) -> Callable:
     """`compute_gradients`, compiled with the backward pass in it."""
-    torch._dynamo.reset()  # else the ninth run of a process would fail: what is compiled anew is counted
+    torch._dynamo.reset()  # PyTorch limits recompilations per process, and each run compiles anew
     torch._dynamo.config.trace_autograd_ops = True  # lets `backward` be part of the graph
-    # Batches differ in size, by their filler rows. With fullgraph, what cannot be compiled is an error.
-    fast = torch.compile(function, dynamic=True, fullgraph=True)
+    fast = torch.compile(function, fullgraph=True)  # with fullgraph, what cannot be compiled is an error
 
     def compute(agent: Agent, minibatch: Batch, args: Args, state: State) -> dict[str, Tensor]:
-        # Each new value of a number would be compiled anew: coefficients become tensors.
+        # Each new value of a Python number would be compiled anew: coefficients become tensors.
         changing = {name: torch.tensor(getattr(state, name)) for name in ("clip_coef", "kl_coef", "ent_coef")}
         return fast(agent, minibatch, args, replace(state, **changing))
 
@@ -594,7 +586,7 @@ def check_settings(args: Args) -> None:
     check_bounds(args)
     one_step = args.update_epochs * args.num_minibatches == 1
     clips_nothing = args.surrogate != "clip" and not args.clip_vloss
-    largest = args.num_envs * (args.num_steps // 2) // 2  # so that each minibatch has two transitions or more
+    largest = args.num_envs * args.num_steps // 2  # so that each minibatch has two transitions or more
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     for wrong, reason in [
         (args.num_minibatches > largest, f"--num-minibatches must be at most {largest}; raise --num-steps"),
@@ -627,7 +619,7 @@ def check(args: Args) -> None:
     try:
         torch.zeros((), device=args.device).item()
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {args.device} is not there; use cpu") from error
+        raise ValueError(f"--device {args.device} is not available; use cpu") from error
     try:
         env = make_env(args, **({"render_mode": "rgb_array"} if args.capture_video else {}))
     except (ValueError, TypeError) as error:
@@ -690,10 +682,12 @@ def make_envs(args: Args, seed: int) -> VectorEnv:
         if os.getpid() != main_process:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains
             signal.signal(signal.SIGTERM, on_sigterm)
+        # FlattenObservation copies: an environment may reuse its array, and its reset overwrite `final_obs`.
         return DropInfo(gym.wrappers.FlattenObservation(make_env(args)))
 
     vectorize = AsyncVectorEnv if args.async_envs else SyncVectorEnv
-    return vectorize([partial(make, index) for index in range(args.num_envs)])
+    makers = [partial(make, index) for index in range(args.num_envs)]
+    return vectorize(makers, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 # ------------------------------------------------- Logging and checkpoints ---------------------------------
@@ -806,14 +800,13 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
     space, num_actions = env.observation_space, int(env.action_space.n)
     agent = Agent(args, gym.spaces.flatten_space(space), num_actions).to(device).eval()
     agent.load_state_dict(content["agent"])
-    normalize = agent.normalizer()
 
     @torch.inference_mode()
     def policy(obs: Any) -> np.ndarray:
         batch = isinstance(space, gym.spaces.Box) and np.ndim(obs) > len(space.shape)
         flat = np.reshape(obs, (len(obs), -1)) if batch else gym.spaces.flatten(space, obs)
         flat = torch.as_tensor(flat, dtype=torch.float32, device=device)
-        return agent.policy(normalize(flat)).argmax(-1).cpu().numpy()[()]
+        return most_likely(agent.policy(agent.normalize(flat))).cpu().numpy()[()]
 
     return policy
 
@@ -856,7 +849,7 @@ def parse_args() -> Args:
     parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [PPO]")[0])
     args = parse()
     if args.resume and args.evaluate:
-        raise ValueError("--resume and --evaluate do not go together")
+        raise ValueError("--resume and --evaluate cannot be combined")
     if "" in (args.resume, args.evaluate):
         raise ValueError("--resume and --evaluate need the path of a checkpoint")
     if path := args.resume or args.evaluate:

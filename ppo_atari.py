@@ -102,7 +102,7 @@ class Args:  # the trailing comments become --help
                 setattr(self, name, value.item())
             if isinstance(value, Path):
                 setattr(self, name, str(value))
-        for name in ("resume", "evaluate"):  # the folder of a run will do
+        for name in ("resume", "evaluate"):  # a run folder is accepted, too
             path = getattr(self, name)
             if path and Path(path).is_dir():
                 setattr(self, name, str(Path(path, "checkpoint.pt")))
@@ -461,14 +461,14 @@ STOP = threading.Event()  # set by Ctrl-C and SIGTERM: training ends after the i
 def seed_everything(seed: int, step: int = 0) -> int:
     """Seed all random generators for training from a step on. Returns a seed for the environments."""
     if step > 0:  # a resumed run has new episodes
-        seed = hashed(seed, step)
+        seed = hash_seed(seed, step)
     for function in (random.seed, np.random.seed, torch.manual_seed):
         function(seed)
     # A hash, because Gymnasium seeds environment i with this + i: seeds 1 and 2 would share most of them.
-    return hashed(seed)
+    return hash_seed(seed)
 
 
-def hashed(*numbers: int) -> int:
+def hash_seed(*numbers: int) -> int:
     """A seed below 2**31, which is all that some simulators take, from one or several numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1
 
@@ -526,7 +526,7 @@ def check(args: Args) -> None:
     try:
         torch.zeros((), device=args.device).item()
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {args.device} is not there; use cpu") from error
+        raise ValueError(f"--device {args.device} is not available; use cpu") from error
     try:
         for name in json.loads(args.env_kwargs):
             if name not in GAME_SETTINGS:
@@ -749,7 +749,7 @@ def parse_args() -> Args:
     parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [PPO]")[0])
     args = parse()
     if args.resume and args.evaluate:
-        raise ValueError("--resume and --evaluate do not go together")
+        raise ValueError("--resume and --evaluate cannot be combined")
     if "" in (args.resume, args.evaluate):
         raise ValueError("--resume and --evaluate need the path of a checkpoint")
     if path := args.resume or args.evaluate:

@@ -102,7 +102,7 @@ class Args:  # the trailing comments become --help
                 setattr(self, name, value.item())
             if isinstance(value, Path):
                 setattr(self, name, str(value))
-        for name in ("resume", "evaluate"):  # the folder of a run will do
+        for name in ("resume", "evaluate"):  # a run folder is accepted, too
             path = getattr(self, name)
             if path and Path(path).is_dir():
                 setattr(self, name, str(Path(path, "checkpoint.pt")))
@@ -387,7 +387,7 @@ def update(
             metrics["charts/learning_rate"] = torch.as_tensor(optimizer.param_groups[0]["lr"]).clone()
             optimizer.step()
             steps.append(metrics)
-    means = {name: torch.stack([each[name] for each in steps]).mean() for name in steps[0]}
+    means = {name: torch.stack([step[name] for step in steps]).mean() for name in steps[0]}
     means["std"] = steps[0]["std"]  # of the policy that acted
     means["first_approx_kl"] = steps[0]["approx_kl"]  # before the first step: 0, up to rounding
     means["explained_variance"] = 1 - batch.advantages.var() / batch.returns.var()
@@ -608,7 +608,7 @@ def check(args: Args) -> None:
     try:
         torch.zeros((), device=args.device).item()
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {args.device} is not there; use cpu") from error
+        raise ValueError(f"--device {args.device} is not available; use cpu") from error
     if args.device == "cuda" and torch.cuda.device_count() <= LOCAL_RANK:
         raise ValueError(f"process {RANK} has no GPU: there are {torch.cuda.device_count()}")
 
@@ -1120,7 +1120,7 @@ def parse_args() -> Args:
     parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [PPO]")[0])
     args = parse(args=[word for word in sys.argv[1:] if word not in ("-h", "--help")])
     if args.resume and args.evaluate:
-        raise ValueError("--resume and --evaluate do not go together")
+        raise ValueError("--resume and --evaluate cannot be combined")
     if "" in (args.resume, args.evaluate):
         raise ValueError("--resume and --evaluate need the path of a checkpoint")
     if path := args.resume or args.evaluate:

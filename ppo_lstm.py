@@ -22,9 +22,9 @@ where one observation does not say enough: a recurrent network remembers the ear
 
 PPO comes first: networks, equations, then the algorithm up to `train`, which repeats:
 
-    collect_rollout        acts for T steps in N environments, and fills the rollout
+    collect_rollout        acts for T steps in N environments
     normalize_rollout      normalises observations and rewards, and updates the running statistics
-    make_batch             estimates advantages (compute_gae), and joins the rollout to a batch
+    make_batch             estimates advantages (compute_gae)
     update                 takes K epochs of gradient steps on minibatches, each on the loss of ppo_loss
 
 Shapes: T steps per rollout, N environments, D numbers per observation, A actions, H numbers in a layer; B is
@@ -103,7 +103,7 @@ class Args:  # the trailing comments become --help
                 setattr(self, name, value.item())
             if isinstance(value, Path):
                 setattr(self, name, str(value))
-        for name in ("resume", "evaluate"):  # the folder of a run will do
+        for name in ("resume", "evaluate"):  # a run folder is accepted, too
             path = getattr(self, name)
             if path and Path(path).is_dir():
                 setattr(self, name, str(Path(path, "checkpoint.pt")))
@@ -113,7 +113,7 @@ class Args:  # the trailing comments become --help
 # from the one that collected the data. To study what is refused, change this table in your program. A number
 # of your own in Args is checked once it has an entry here.
 BOUNDS = {
-    "seed": (0, 2**31), "eval_episodes": (1, math.inf), "num_envs": (1, math.inf), "num_steps": (2, math.inf),
+    "seed": (0, 2**31), "eval_episodes": (1, math.inf), "num_envs": (1, math.inf), "num_steps": (1, math.inf),
     "total_timesteps": (1, 1e15), "learning_rate": (0, 1), "gamma": (0, 1), "gae_lambda": (0, 1),
     "update_epochs": (1, 30), "num_minibatches": (1, math.inf), "clip_coef": (1e-3, 0.3),
     "ent_coef": (0, 100), "vf_coef": (0, 100), "max_grad_norm": (1e-6, math.inf), "hidden_size": (1, 2**16),
@@ -181,17 +181,12 @@ class Agent(nn.Module):
         unit = (obs_space.low == 0) & (obs_space.high == 1)  # one-hot, for example: these stay as they are
         self.unit_obs = nn.Buffer(torch.from_numpy(unit), persistent=False)
 
-    def normalizer(self) -> Callable[[Tensor], Tensor]:
-        """A fast `normalize`, with the statistics as they are at this call."""
-        if not self.norm_obs:
-            return lambda obs: obs
-        mean = torch.where(self.unit_obs, 0, self.obs_moments.mean)
-        scale = torch.where(self.unit_obs, 1, torch.rsqrt(self.obs_moments.var + 1e-8))
-        return lambda obs: ((obs - mean) * scale).clamp(-10, 10)
-
     def normalize(self, obs: Tensor) -> Tensor:
         """Raw observations [..., D] as the networks see them: (x - mean) / std within ±10, or unchanged."""
-        return self.normalizer()(obs)
+        if not self.norm_obs:
+            return obs
+        mean, scale = self.obs_moments.mean, torch.rsqrt(self.obs_moments.var + 1e-8)
+        return torch.where(self.unit_obs, obs, ((obs - mean) * scale).clamp(-10, 10))
 
     def remember(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """What the recurrent network makes of x [T, N, H], and its memory [M, N, H] after the last row."""
@@ -216,19 +211,41 @@ class Agent(nn.Module):
     def forward(self, obs: Tensor, starts: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """To learn: π(·|h) [T, N, A] and V(h) [T, N] of T steps, from the memory [M, N, H] before the first.
 
-        Each episode becomes a sequence of its own, so that one call of the recurrent network is enough.
+        Each episode becomes a sequence of its own, so that the recurrent network takes many steps in a call.
         """
         position, sequence = split_at_starts(starts)
         x = self.encoder(obs)
-        padded = x.new_zeros(int(position.max()) + 1, int(sequence.max()) + 1, x.shape[-1])
-        padded[position, sequence] = x
-        initial = memory.new_zeros(len(memory), padded.shape[1], x.shape[-1])
+        initial = memory.new_zeros(len(memory), int(sequence.max()) + 1, x.shape[-1])
         initial[:, sequence[0]] = torch.where(starts[0].unsqueeze(-1), 0, memory)
-        outputs, _ = self.remember(padded, initial)
-        return self.heads(outputs[position, sequence])
+        # Sequences of similar length are padded together, to the next power of two: at most to the double.
+        lengths = sequence.flatten().bincount()
+        padded_lengths = 2 ** lengths.float().log2().ceil().int()
+        features = torch.zeros_like(x)
+        for length in padded_lengths.unique().tolist():
+            chosen = padded_lengths == length  # of the sequences
+            rows = chosen[sequence]  # of these sequences, [T, N]
+            column = chosen.cumsum(0) - 1  # of a chosen sequence, in `padded`
+            places = position[rows], column[sequence[rows]]
+            padded = x.new_zeros(length, int(chosen.sum()), x.shape[-1]).index_put(places, x[rows])
+            outputs, _ = self.remember(padded, initial[:, chosen])
+            features = features.index_put((rows,), outputs[places])
+        return self.heads(features)
 
 
 # ------------------------------------------------- Equations ------------------------------------------------
+
+
+# A policy is `Agent.heads` and these five functions. For another distribution, change these alone.
+
+
+def sample(log_policy: Tensor) -> Tensor:
+    """Actions [N] from π(·|s) [N, A]: argmax of π(a) / e_a with e_a ~ Exp(1), as torch.multinomial has it."""
+    return (log_policy.exp() / torch.empty_like(log_policy).exponential_()).argmax(-1)
+
+
+def most_likely(log_policy: Tensor) -> Tensor:
+    """The most likely actions [...] of π(·|s) [..., A]."""
+    return log_policy.argmax(-1)
 
 
 def log_prob(log_policy: Tensor, actions: Tensor) -> Tensor:
@@ -247,29 +264,34 @@ def kl_divergence(old_log_policy: Tensor, log_policy: Tensor) -> Tensor:
 
 
 def compute_gae(
-    rewards: Tensor, values: Tensor, terminated: Tensor, truncated: Tensor, gamma: float, gae_lambda: float
-) -> tuple[Tensor, Tensor]:
+    rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, truncated: Tensor,
+    gamma: float, gae_lambda: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Advantages and returns [T, N] by generalised advantage estimation ([GAE], equations 11 to 16).
 
         δ_t = r_t + γ V(s_{t+1}) (1 - terminated_t) - V(s_t)
         A_t = δ_t + γλ (1 - (terminated_t ∨ truncated_t)) A_{t+1}
         return_t = A_t + V(s_t), the critic's target
 
-    Both kinds of end stop the sum, but at a time limit (truncated) V(s_{t+1}) still counts ([Limits]).
-    So row t+1 of `values` [T+1, N] must be the value of the state that step t led to, even where it ended the
-    episode. All other tensors are [T, N].
+    All tensors are [T, N]. s_{t+1} is the state that step t led to, also where it ended the episode. Both
+    kinds of end stop the sum, but at a time limit (truncated) V(s_{t+1}) still counts ([Limits]).
     """
-    next_values = torch.where(terminated, 0, values[1:])  # not a product: 0 * NaN is NaN
-    deltas = rewards + gamma * next_values - values[:-1]
-    ended = terminated | truncated
-    advantages = torch.zeros_like(values)
-    for t in reversed(range(len(rewards))):
-        advantages[t] = deltas[t] + gamma * gae_lambda * torch.where(ended[t], 0, advantages[t + 1])
-    return advantages[:-1], advantages[:-1] + values[:-1]
+    next_values = torch.where(terminated, 0, next_values)  # not a product: 0 * NaN is NaN
+    deltas = rewards + gamma * next_values - values
+    discounts = gamma * gae_lambda * ~(terminated | truncated)
+    advantages = torch.zeros_like(deltas)
+    advantage = torch.zeros_like(deltas[0])  # nothing is known after the rollout but V(s_T)
+    for t in reversed(range(len(deltas))):
+        advantage = deltas[t] + discounts[t] * advantage
+        advantages[t] = advantage
+    return advantages, advantages + values
 
 
 class Batch(NamedTuple):
-    """A rollout to learn from. In each column, the second dimension is the environments."""
+    """A rollout to learn from. In each column, the second dimension is the environments.
+
+    To add a quantity, compute it in `make_batch` and use it in `ppo_loss`.
+    """
 
     obs: Tensor  # [T, N, D], normalised
     starts: Tensor  # [T, N], true for the first observation of an episode
@@ -279,7 +301,6 @@ class Batch(NamedTuple):
     advantages: Tensor  # [T, N]
     returns: Tensor  # [T, N]
     rewards: Tensor  # [T, N], scaled
-    weights: Tensor  # [T, N], 1 for a transition, 0 for a filler row
 
 
 @dataclass
@@ -291,18 +312,12 @@ class State:
     returns: list[float] = field(default_factory=list)  # of the last 100 episodes
 
 
-def mean(x: Tensor, weights: Tensor) -> Tensor:
-    """The mean of x [T, N] over the transitions, given the weights [T, N] of the rows."""
-    return (weights * x).sum() / weights.sum().clamp(min=1)
-
-
 def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss to minimise, and metrics: [PPO], equation 9, negated, with ½ in the value loss."""
     policy, values = agent(batch.obs, batch.starts, batch.memory)
     advantages = batch.advantages
     if args.norm_adv:
-        centred = advantages - mean(advantages, batch.weights)
-        advantages = centred / (mean(centred.square(), batch.weights).sqrt() + 1e-8)
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
 
     log_ratio = log_prob(policy, batch.actions) - log_prob(batch.old_policy, batch.actions)
     ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s)
@@ -312,14 +327,14 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, 
 
     value_losses = 0.5 * (values - batch.returns).square()
     entropies = entropy(policy)
-    loss = mean(policy_losses + args.vf_coef * value_losses - args.ent_coef * entropies, batch.weights)
+    loss = (policy_losses + args.vf_coef * value_losses - args.ent_coef * entropies).mean()
     with torch.no_grad():  # scalars, averaged over the gradient steps, then logged as losses/<name>
         metrics = {
-            "policy_loss": mean(policy_losses, batch.weights),
-            "value_loss": mean(value_losses, batch.weights),
-            "entropy": mean(entropies, batch.weights),
-            "approx_kl": mean(ratio - 1 - log_ratio, batch.weights),  # k3 of Schulman 2020
-            "clipfrac": mean(((ratio - 1).abs() > args.clip_coef).float(), batch.weights),
+            "policy_loss": policy_losses.mean(),
+            "value_loss": value_losses.mean(),
+            "entropy": entropies.mean(),
+            "approx_kl": (ratio - 1 - log_ratio).mean(),  # k3 of Schulman 2020, "Approximating KL Divergence"
+            "clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean(),
         }
     return loss, metrics
 
@@ -328,131 +343,125 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, 
 
 
 class Rollout:
-    """T steps of N environments, in arrays that are reused: the next rollout starts where this one ends.
+    """T steps of N environments. The next rollout starts where this one ends, in the same arrays.
 
-    When step t ends an episode, obs[t+1] is its last state, so the value there is row t+1 of the values. Step
-    t+1 then ignores its action, returns a reward of 0, and only resets the environment
-    (AutoresetMode.NEXT_STEP of Gymnasium). It is a filler row: not valid, and not learnt from.
-
-        step   t       t+1     t+2
-        obs    s       last s  first s of the next episode
-        end    yes     no      no
-        valid  yes     no      yes
-        start  no      no      yes
-
-    The memory is reset at the first state of an episode, in the row after the filler row. The last state of
-    the previous episode still needs the old memory, for its value. memory[t] is the memory before obs[t].
+    An environment whose episode ends is reset in the same step: what it then observes is the first state of
+    the next episode, where the memory is reset. The last state of the old one, whose value counts at a time
+    limit, still has the old memory: its value is in `next_values`.
     """
 
-    def __init__(self, args: Args, obs_size: int, num_actions: int):
+    def __init__(self, args: Args, obs_size: int):
         shape = args.num_steps, args.num_envs
-        self.obs = np.zeros((args.num_steps + 1, args.num_envs, obs_size), np.float32)
-        self.starts = np.zeros((args.num_steps + 1, args.num_envs), bool)
-        memory_shape = args.num_steps + 1, MEMORY_VECTORS[args.cell], args.num_envs, args.hidden_size
-        self.memory = torch.zeros(memory_shape, device=args.device)
-        self.policies = torch.zeros(*shape, num_actions, device=args.device)  # π_old(·|h)
-        self.values = torch.zeros(args.num_steps + 1, args.num_envs, device=args.device)  # V(h)
-        self.actions = np.zeros(shape, np.int64)
-        self.rewards = np.zeros(shape)  # in float64: returns are sums of them
-        self.terminated = np.zeros(shape, bool)
-        self.truncated = np.zeros(shape, bool)
-        self.valid = np.zeros(shape, bool)
-        self.discounted_returns = np.zeros(shape, np.float32)  # for normalize_rollout
-        self.episode_returns = np.zeros(args.num_envs)  # of the episodes under way; in float64
-        self.episode_lengths = np.zeros(args.num_envs, int)
-
-
-@torch.inference_mode()
-def act(
-    agent: Agent, obs: Tensor, starts: Tensor, memory: Tensor, noise: Tensor
-) -> tuple[Tensor, Tensor, Tensor, np.ndarray]:
-    """π(·|h) [N, A], V(h) [N], the next memory [M, N, H], and actions [N] drawn from π.
-
-    For normalised observations [N, D], `starts` [N], and the memory before them, as in `Agent.step`.
-    argmax(log π + noise) is a sample from π if the noise [N, A] has a Gumbel distribution. Actions must be
-    drawn from exactly the policy that is returned: the ratio is to that one.
-    """
-    policy, values, memory = agent.step(obs, starts, memory)
-    return policy, values, memory, (policy + noise).argmax(-1).cpu().numpy()
+        memory_shape = MEMORY_VECTORS[args.cell], args.num_envs, args.hidden_size
+        self.current_obs = np.zeros((args.num_envs, obs_size), np.float32)  # what the next step acts on
+        self.current_starts = np.ones(args.num_envs, bool)  # whether that is the first state of an episode
+        self.current_memory = torch.zeros(memory_shape, device=args.device)  # the memory before it
+        self.first_memory = self.current_memory  # the memory before obs[0]
+        self.obs = np.zeros((*shape, obs_size), np.float32)  # s_t
+        self.starts = np.zeros(shape, bool)  # whether s_t is the first state of an episode
+        self.policies: Tensor  # π_old(·|h_t) [T, N, ...], as `Agent.heads` gives it
+        self.actions: Tensor  # a_t [T, N, ...], as `sample` draws it
+        self.values: Tensor  # V(h_t) [T, N]
+        self.next_values: Tensor  # V(h_{t+1}) [T, N], also where step t ended the episode
+        self.rewards = np.zeros(shape)  # r_t, in float64: returns are sums of them
+        self.terminated, self.truncated = np.zeros(shape, bool), np.zeros(shape, bool)
+        # Of the unfinished episode in each environment, so far
+        self.episode_returns, self.episode_lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
+        self.discounted_returns = np.zeros(args.num_envs)
 
 
 def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args) -> list[tuple[float, int]]:
-    """Fill the rollout with the next T steps. Returns the return and length of each episode that ended."""
+    """Act for T steps. Returns the return and the length of each episode that ended."""
     tensor = partial(torch.as_tensor, device=args.device)
-    obs, starts, memory, values = rollout.obs, rollout.starts, rollout.memory, rollout.values
-    actions, rewards, valid = rollout.actions, rollout.rewards, rollout.valid
-    terminated, truncated = rollout.terminated, rollout.truncated
-    normalize = agent.normalizer()
-    gumbel = -torch.empty(rollout.policies.shape).exponential_().log()  # all at once is faster
-    obs[0], memory[0] = obs[-1], memory[-1]
-    for t, noise in enumerate(gumbel.to(args.device)):
-        starts[t] = ~valid[t - 1]  # at t = 0: the previous rollout's last row
-        valid[t] = ~(terminated[t - 1] | truncated[t - 1])
-        seen = normalize(tensor(obs[t])), tensor(starts[t]), memory[t]
-        rollout.policies[t], values[t], memory[t + 1], actions[t] = act(agent, *seen, noise)
-        obs[t + 1], rewards[t], terminated[t], truncated[t], _ = envs.step(actions[t])
-    starts[-1] = ~valid[-1]
-    seen = normalize(tensor(obs[-1])), tensor(starts[-1]), memory[-1]
-    _, values[-1], _, _ = act(agent, *seen, noise)  # for the value alone: any noise will do
-    if not (np.isfinite(rewards).all() and np.isfinite(obs).all()):
+    rollout.first_memory = memory = rollout.current_memory
+    policies, actions, values, episodes = [], [], [], []
+    last_obs, last_memory = [], []  # of the episodes that ended, and the memory before it
+    for t in range(args.num_steps):
+        rollout.obs[t], rollout.starts[t] = rollout.current_obs, rollout.current_starts
+        with torch.inference_mode():
+            obs, starts = agent.normalize(tensor(rollout.obs[t])), tensor(rollout.starts[t])
+            policy, value, memory = agent.step(obs, starts, memory)
+            action = sample(policy)
+        rollout.current_obs, rewards, terminated, truncated, infos = envs.step(action.cpu().numpy())
+        policies.append(policy)
+        values.append(value)
+        actions.append(action)
+        rollout.rewards[t], rollout.terminated[t], rollout.truncated[t] = rewards, terminated, truncated
+        rollout.current_starts = terminated | truncated
+        rollout.episode_returns += rewards
+        rollout.episode_lengths += 1
+        for n in np.flatnonzero(terminated | truncated):
+            last_obs.append(infos["final_obs"][n])
+            last_memory.append(memory[:, n])
+            episodes.append((float(rollout.episode_returns[n]), int(rollout.episode_lengths[n])))
+            rollout.episode_returns[n] = rollout.episode_lengths[n] = 0
+    if not (np.isfinite(rollout.rewards).all() and np.isfinite(rollout.obs).all()):
         raise FloatingPointError("a reward or an observation is NaN or infinite: look at the environment")
-    return finished_episodes(rollout)
-
-
-def finished_episodes(rollout: Rollout) -> list[tuple[float, int]]:
-    """The return and length of each episode that ended in the rollout. Keeps those of the unfinished ones."""
-    returns = rollout.episode_returns + rollout.rewards.cumsum(0)  # [T, N], summed over all its episodes
-    lengths = rollout.episode_lengths + rollout.valid.cumsum(0)
-    previous_return, previous_length = np.zeros(len(returns[0])), np.zeros(len(returns[0]), int)
-    episodes = []
-    for t, n in np.argwhere(rollout.terminated | rollout.truncated):
-        episodes.append((float(returns[t, n] - previous_return[n]), int(lengths[t, n] - previous_length[n])))
-        previous_return[n], previous_length[n] = returns[t, n], lengths[t, n]
-    rollout.episode_returns = returns[-1] - previous_return
-    rollout.episode_lengths = lengths[-1] - previous_length
+    rollout.current_memory = memory.clone()
+    rollout.policies, rollout.actions = torch.stack(policies), torch.stack(actions)
+    rollout.values = torch.stack(values)
+    rollout.next_values = find_next_values(agent, rollout, last_obs, last_memory)
     return episodes
 
 
 @torch.no_grad()
+def find_next_values(
+    agent: Agent, rollout: Rollout, last_obs: list[np.ndarray], last_memory: list[Tensor]
+) -> Tensor:
+    """V(h_{t+1}) [T, N]: the value of the next row, but where step t ended an episode, of its last state.
+
+    `last_obs` [D] and the memories before them [M, H] are in the order of the rows.
+    """
+    tensor = partial(torch.as_tensor, dtype=torch.float32, device=rollout.values.device)
+    obs, starts = agent.normalize(tensor(rollout.current_obs)), tensor(rollout.current_starts).bool()
+    _, value, _ = agent.step(obs, starts, rollout.current_memory)
+    next_values = torch.cat([rollout.values[1:], value.unsqueeze(0)])
+    if last_obs:
+        obs = agent.normalize(tensor(np.stack(last_obs)))
+        not_first = torch.zeros_like(obs[:, 0], dtype=torch.bool)
+        _, last_values, _ = agent.step(obs, not_first, torch.stack(last_memory, 1))
+        next_values[torch.as_tensor(rollout.terminated | rollout.truncated)] = last_values
+    return next_values
+
+
+@torch.no_grad()
 def normalize_rollout(agent: Agent, rollout: Rollout, args: Args) -> tuple[Tensor, Tensor]:
-    """Normalised observations [T+1, N, D] and scaled rewards [T, N]. Updates the running statistics.
+    """Normalised observations [T, N, D] and scaled rewards [T, N]. Updates the running statistics.
 
     Observations are normalised by the statistics that acting used, before they are updated. Rewards are
     divided by the running std, after its update, of the discounted return R_t = γ R_{t-1} + r_t, which starts
     from 0 in each episode, and clipped to ±10 ([Matters], §3).
     """
-    tensor = partial(torch.as_tensor, device=args.device)
-    raw_obs, valid = tensor(rollout.obs), tensor(rollout.valid)
-    raw_rewards = rollout.rewards.astype(np.float32)
-    rewards = tensor(raw_rewards)
+    tensor = partial(torch.tensor, dtype=torch.float32, device=args.device)  # a copy: arrays are reused
+    raw_obs, rewards = tensor(rollout.obs), tensor(rollout.rewards)
     obs = agent.normalize(raw_obs)
-    agent.obs_moments.update(raw_obs[:-1][valid])
+    agent.obs_moments.update(raw_obs.flatten(0, 1))
     if args.norm_rewards:
-        discounted = rollout.discounted_returns
-        for t in range(args.num_steps):  # at t = 0: the previous rollout's last row
-            discounted[t] = (args.gamma * discounted[t - 1] + raw_rewards[t]) * rollout.valid[t]
-        agent.return_moments.update(tensor(discounted[rollout.valid]).unsqueeze(-1))
+        discounted_returns = np.zeros_like(rollout.rewards)  # R_t [T, N]
+        for t, ended in enumerate(rollout.terminated | rollout.truncated):
+            discounted_returns[t] = args.gamma * rollout.discounted_returns + rollout.rewards[t]
+            rollout.discounted_returns = np.where(ended, 0, discounted_returns[t])
+        agent.return_moments.update(tensor(discounted_returns).view(-1, 1))
         rewards = (rewards * torch.rsqrt(agent.return_moments.var + 1e-8)).clamp(-10, 10)
     return obs, rewards
 
 
 @torch.no_grad()
 def make_batch(rollout: Rollout, obs: Tensor, rewards: Tensor, args: Args) -> Batch:
-    """A rollout to learn from, where filler rows weigh 0, from its normalised observations and rewards."""
-    tensor = partial(torch.as_tensor, device=args.device)
-    terminated, truncated = tensor(rollout.terminated), tensor(rollout.truncated)
-    values, starts, actions = rollout.values, tensor(rollout.starts[:-1]), tensor(rollout.actions)
-    advantages, returns = compute_gae(rewards, values, terminated, truncated, args.gamma, args.gae_lambda)
+    """A rollout to learn from. `obs` and `rewards` are what `normalize_rollout` returned."""
+    tensor = partial(torch.tensor, device=args.device)
+    values, next_values = rollout.values, rollout.next_values
+    ends = tensor(rollout.terminated), tensor(rollout.truncated)
+    advantages, returns = compute_gae(rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
     return Batch(
-        obs=obs[:-1],
-        starts=starts,
-        memory=rollout.memory[0],
-        actions=actions,
+        obs=obs,
+        starts=tensor(rollout.starts),
+        memory=rollout.first_memory,
+        actions=rollout.actions,
         old_policy=rollout.policies,
         advantages=advantages,
         returns=returns,
         rewards=rewards,
-        weights=tensor(rollout.valid).float(),
     )
 
 
@@ -460,25 +469,17 @@ def make_batch(rollout: Rollout, obs: Tensor, rewards: Tensor, args: Args) -> Ba
 def mean_kl(agent: Agent, batch: Batch) -> float:
     """KL divergence of the current policy from the one that acted, in nats."""
     policy, _ = agent(batch.obs, batch.starts, batch.memory)
-    return mean(kl_divergence(batch.old_policy, policy), batch.weights).item()
+    return kl_divergence(batch.old_policy, policy).mean().item()
 
 
 def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, state: State) -> dict[str, float]:
     """K epochs of gradient steps on minibatches of whole environments.
 
-    Returns metrics: of the data, means over the gradient steps, and the KL divergence after the last.
+    Returns metrics: of the batch, means over the gradient steps, and the KL divergence after the last.
     """
-    valid = batch.weights > 0
-    errors, returns = batch.advantages[valid], batch.returns[valid]  # return - V_old(h), return
-    metrics = {
-        "charts/learning_rate": state.learning_rate,
-        "explained_variance": 1 - (errors.var(correction=0) / returns.var(correction=0)).item(),
-        "critic_error": (errors.square().mean() / returns.square().mean()).sqrt().item(),
-    }
-    if args.norm_rewards:  # where many are clipped, large rewards look the same
-        metrics["reward_clipfrac"] = (batch.rewards[valid].abs() >= 10).float().mean().item()
+    metrics = batch_metrics(batch, args, state)
     optimizer.param_groups[0]["lr"] = state.learning_rate
-    steps = []  # metrics of each, still as tensors: reading them would wait for the GPU
+    steps = []  # metrics of each gradient step, still as tensors: reading them would wait for the GPU
     for _ in range(args.update_epochs):
         order = torch.randperm(args.num_envs).to(args.device)
         for chosen in order.tensor_split(args.num_minibatches):
@@ -490,9 +491,22 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, state: State
             optimizer.step()
             steps.append(step_metrics)
     for name in steps[0]:
-        metrics[name] = torch.stack([each[name] for each in steps]).mean().item()
+        metrics[name] = torch.stack([step[name] for step in steps]).mean().item()
     metrics["first_approx_kl"] = steps[0]["approx_kl"].item()  # before the first step: 0, up to rounding
     metrics["kl"] = mean_kl(agent, batch)
+    return metrics
+
+
+def batch_metrics(batch: Batch, args: Args, state: State) -> dict[str, float]:
+    """The learning rate, how well V_old predicts the returns, and the share of rewards that are clipped."""
+    errors = batch.advantages  # the critic's errors: return - V_old(h)
+    metrics = {
+        "charts/learning_rate": state.learning_rate,
+        "explained_variance": 1 - (errors.var(correction=0) / batch.returns.var(correction=0)).item(),
+        "critic_error": (errors.square().mean() / batch.returns.square().mean()).sqrt().item(),
+    }
+    if args.norm_rewards:  # where many are clipped, large rewards look the same
+        metrics["reward_clipfrac"] = (batch.rewards.abs() >= 10).float().mean().item()
     return metrics
 
 
@@ -511,8 +525,8 @@ def train(args: Args) -> dict:
         _, saved = load_checkpoint(args.resume)
         vars(state).update(saved["state"])
     envs = make_envs(args, seed_everything(args.seed, state.global_step))
-    if envs.metadata.get("autoreset_mode") is not AutoresetMode.NEXT_STEP:
-        raise ValueError("the environments must reset in the next step: see Rollout")
+    if envs.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
+        raise ValueError("the environments must reset in the same step: see Rollout")
     env_seed = seed_everything(args.seed, state.global_step)  # again: environments may have drawn numbers
     obs_space, num_actions = envs.single_observation_space, int(envs.single_action_space.n)
     agent = Agent(args, obs_space, num_actions).to(args.device)
@@ -521,10 +535,10 @@ def train(args: Args) -> dict:
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
         torch.set_rng_state(saved["random"])
-    rollout = Rollout(args, obs_space.shape[0], num_actions)
+    rollout = Rollout(args, obs_space.shape[0])
     run = Run(args, agent, optimizer, state)
 
-    rollout.obs[-1], _ = envs.reset(seed=env_seed)  # where the first rollout starts
+    rollout.current_obs, _ = envs.reset(seed=env_seed)
     while state.global_step < args.total_timesteps and not STOP.is_set():
         remaining = 1 - state.global_step / args.total_timesteps
         state.learning_rate = args.learning_rate * (remaining if args.anneal_lr else 1)
@@ -532,7 +546,7 @@ def train(args: Args) -> dict:
         obs, rewards = normalize_rollout(agent, rollout, args)
         batch = make_batch(rollout, obs, rewards, args)
         metrics = update(agent, optimizer, batch, args, state)
-        state.global_step += int(batch.weights.sum())
+        state.global_step += args.num_steps * args.num_envs
         run.log(metrics, episodes)
     results = run.finish()
     envs.close()
@@ -548,14 +562,14 @@ STOP = threading.Event()  # set by Ctrl-C and SIGTERM: training ends after the i
 def seed_everything(seed: int, step: int = 0) -> int:
     """Seed all random generators for training from a step on. Returns a seed for the environments."""
     if step > 0:  # a resumed run has new episodes
-        seed = hashed(seed, step)
+        seed = hash_seed(seed, step)
     for function in (random.seed, np.random.seed, torch.manual_seed):
         function(seed)
     # A hash, because Gymnasium seeds environment i with this + i: seeds 1 and 2 would share most of them.
-    return hashed(seed)
+    return hash_seed(seed)
 
 
-def hashed(*numbers: int) -> int:
+def hash_seed(*numbers: int) -> int:
     """A seed below 2**31, which is all that some simulators take, from one or several numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1
 
@@ -584,7 +598,7 @@ def check_settings(args: Args) -> None:
     """Raise `ValueError` for settings with which training cannot be right."""
     check_bounds(args)
     one_step = args.update_epochs * args.num_minibatches == 1
-    few = args.num_envs * (args.num_steps // 2) < 2 * args.num_minibatches
+    few = args.num_envs // args.num_minibatches * args.num_steps < 2  # in the smallest minibatch
     for wrong, reason in [
         (args.num_minibatches > args.num_envs, "--num-minibatches must be at most --num-envs"),
         (few, "each minibatch needs two transitions or more: raise --num-steps"),
@@ -609,7 +623,7 @@ def check(args: Args) -> None:
     try:
         torch.zeros((), device=args.device).item()
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {args.device} is not there; use cpu") from error
+        raise ValueError(f"--device {args.device} is not available; use cpu") from error
     try:
         env = make_env(args, **({"render_mode": "rgb_array"} if args.capture_video else {}))
     except (ValueError, TypeError) as error:
@@ -672,10 +686,12 @@ def make_envs(args: Args, seed: int) -> VectorEnv:
         if os.getpid() != main_process:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains
             signal.signal(signal.SIGTERM, on_sigterm)
+        # FlattenObservation copies: an environment may reuse its array, and its reset overwrite `final_obs`.
         return DropInfo(gym.wrappers.FlattenObservation(make_env(args)))
 
     vectorize = AsyncVectorEnv if args.async_envs else SyncVectorEnv
-    return vectorize([partial(make, index) for index in range(args.num_envs)])
+    makers = [partial(make, index) for index in range(args.num_envs)]
+    return vectorize(makers, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 # ------------------------------------------------- Logging and checkpoints ---------------------------------
@@ -788,7 +804,6 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
     space, num_actions = env.observation_space, int(env.action_space.n)
     agent = Agent(args, gym.spaces.flatten_space(space), num_actions).to(device).eval()
     agent.load_state_dict(content["agent"])
-    normalize = agent.normalizer()
     memory = torch.zeros(MEMORY_VECTORS[args.cell], 1, args.hidden_size, device=device)
 
     @torch.inference_mode()
@@ -797,14 +812,14 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
         batch = isinstance(space, gym.spaces.Box) and np.ndim(obs) > len(space.shape)
         flat = np.reshape(obs, (len(obs), -1)) if batch else gym.spaces.flatten(space, obs)
         flat = torch.as_tensor(flat, dtype=torch.float32, device=device)
-        rows = normalize(flat).reshape(-1, flat.shape[-1])
+        rows = agent.normalize(flat).reshape(-1, flat.shape[-1])
         starts = torch.as_tensor(np.asarray(start), device=device).expand(len(rows))
         if starts.all():  # of any number of environments
             memory = memory.new_zeros(len(memory), len(rows), args.hidden_size)
         if memory.shape[1] != len(rows):
             raise ValueError(f"{len(rows)} observations, but the memory of {memory.shape[1]} environments")
         log_policy, _, memory = agent.step(rows, starts, memory)
-        return log_policy.argmax(-1).reshape(flat.shape[:-1]).cpu().numpy()[()]
+        return most_likely(log_policy).reshape(flat.shape[:-1]).cpu().numpy()[()]
 
     return policy
 
@@ -847,7 +862,7 @@ def parse_args() -> Args:
     parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [PPO]")[0])
     args = parse()
     if args.resume and args.evaluate:
-        raise ValueError("--resume and --evaluate do not go together")
+        raise ValueError("--resume and --evaluate cannot be combined")
     if "" in (args.resume, args.evaluate):
         raise ValueError("--resume and --evaluate need the path of a checkpoint")
     if path := args.resume or args.evaluate:

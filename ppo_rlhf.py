@@ -120,7 +120,7 @@ class Args:  # the trailing comments become --help
                 setattr(self, name, value.item())
             if isinstance(value, Path):
                 setattr(self, name, str(value))
-        if self.resume and Path(self.resume).is_dir():  # the folder of a run will do
+        if self.resume and Path(self.resume).is_dir():  # a run folder is accepted, too
             self.resume = str(Path(self.resume, "checkpoint.pt"))
 
 
@@ -1510,7 +1510,7 @@ def check(args: Args, task: Task | None = None) -> None:
         use_device(args)  # first, or each process would take memory of the first GPU
         torch.zeros((), device=args.device).item()
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {args.device} is not there; use cpu") from error
+        raise ValueError(f"--device {args.device} is not available; use cpu") from error
 
 
 def parse_args() -> Args:

@@ -44,7 +44,7 @@ REFUSALS = {  # words of the command, one of each kind, and what the refusal mus
     "--no-norm-adv": "--norm-adv",
     "--kl-coef 3": "--kl-coef needs --surrogate kl-penalty",
     "--target-entropy 1 --anneal-ent-coef": "--target-entropy",
-    "--resume a.pt --evaluate a.pt": "do not go together",
+    "--resume a.pt --evaluate a.pt": "cannot be combined",
     "--anneal-lr False": "without True or False",
     "--device gpu": "use cpu",
     "--resume none.pt": "none.pt",

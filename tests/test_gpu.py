@@ -582,7 +582,7 @@ def test_a_loaded_policy_and_an_evaluation_act_with_the_means_of_the_policy(trai
     act, content = ppo.load_policy(trained.path), load(trained.path)
     obs = torch.randn(5, 3)
     assert not act(obs).requires_grad
-    assert torch.equal(ppo.load_policy(trained.path.parent)(obs), act(obs))  # the folder of a run will do
+    assert torch.equal(ppo.load_policy(trained.path.parent)(obs), act(obs))  # a run folder is accepted, too
     agent = ppo.Agent(ppo.Args(**content["args"]), 3, 3, 1)
     agent.load_state_dict(content["agent"])
     assert torch.equal(act(obs), agent.policy(agent.normalize(obs))[:, :1])

@@ -1335,7 +1335,7 @@ def test_each_process_has_a_gpu_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     for number in ("1", "2"):
         monkeypatch.setenv("LOCAL_RANK", number)
-        with pytest.raises(ValueError, match="is not there" if number == "1" else "has no GPU"):
+        with pytest.raises(ValueError, match="is not available" if number == "1" else "has no GPU"):
             grpo.check(grpo.Args(device="cuda"))  # chosen before it turns out that there is none here
     assert chosen == [1]
 

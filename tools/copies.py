@@ -28,8 +28,8 @@ ORIGINALS = {
 }
 SHARED = {"ppo_rlhf.py": ("ppo.py", "STOP check_bounds stop")}  # script: another original, and its units
 DIFFERENT = {  # script: units of its original that differ there on purpose, or are absent
-    "ppo_continuous.py": "BOUNDS mlp Agent.__init__ Agent.policy log_prob entropy kl_divergence Batch "
-    "Rollout.__init__ act collect_rollout update train check_settings check load_policy",
+    "ppo_continuous.py": "BOUNDS mlp Agent.__init__ Agent.policy sample most_likely log_prob entropy "
+    "kl_divergence Batch collect_rollout update batch_metrics train check_settings check load_policy",
     "ppo_atari.py": "BOUNDS mlp RunningMoments RunningMoments.__init__ RunningMoments.update Agent "
     "Agent.__init__ Agent.normalizer Agent.normalize Agent.policy Agent.value Batch State ppo_loss Rollout "
     "Rollout.__init__ act collect_rollout finished_episodes normalize_rollout make_batch mean_kl "
@@ -40,12 +40,12 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "Agent.normalizer Agent.normalize Agent.policy kl_divergence compute_gae Batch State ppo_loss Rollout "
     "Rollout.__init__ act collect_rollout finished_episodes normalize_rollout make_batch "
     "compute_gradients mean_kl update "
-    "adjust_coefficients train compiled seed_everything hashed check_settings check make_env "
+    "adjust_coefficients train compiled seed_everything hash_seed check_settings check make_env "
     "DropInfo DropInfo.reset DropInfo.step to_float make_envs rescaler Run.log Run.finish load_policy "
     "evaluate parse_args print_commands main",
     "ppo_lstm.py": "BOUNDS mlp Agent Agent.__init__ Agent.policy Agent.value Batch State ppo_loss Rollout "
-    "Rollout.__init__ act collect_rollout make_batch mean_kl compute_gradients update adjust_coefficients "
-    "train compiled check_settings load_policy evaluate",
+    "Rollout.__init__ collect_rollout normalize_rollout make_batch mean_kl compute_gradients update "
+    "batch_metrics adjust_coefficients train compiled check_settings load_policy evaluate",
     "grpo.py": "BOUNDS PRETRAINED SHOWN ScalarModel ScalarModel.__init__ ScalarModel.forward Models "
     "Models.__init__ Task TokenLogProbs TokenLogProbs.forward TokenLogProbs.backward "
     "log_probs_and_entropy token_log_probs last_output score whiten token_rewards compute_gae Batch "
