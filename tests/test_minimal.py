@@ -1,0 +1,23 @@
+"""Tests of ppo_minimal.py: it learns what ppo.py learns, and CartPole."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import ppo
+import ppo_minimal
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Acrobot-v1"])  # ended by the task, and by a time limit
+def test_the_page_and_the_script_learn_the_same_weights(env_id, tmp_path, monkeypatch):
+    """From one seed, both meet the same episodes. Five iterations are 200 gradient steps."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ppo, "hash_seed", lambda *numbers: numbers[0])  # the page does not hash its seed
+    args = ppo_minimal.Args(env_id, seed=3, total_timesteps=5 * 1024)
+    settings = dataclasses.asdict(args) | {"norm_obs": False, "norm_rewards": False, "eval_episodes": 1}
+    weights = ppo_minimal.train(args).state_dict()
+    checkpoint = ppo.train(ppo.Args(**settings))["checkpoint"]
+    others = torch.load(checkpoint, weights_only=True)["agent"]
+    for name, weight in weights.items():
+        torch.testing.assert_close(others[name], weight, rtol=0, atol=1e-5)
