@@ -345,9 +345,9 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, 
 class Rollout:
     """T steps of N environments. The next rollout starts where this one ends, in the same arrays.
 
-    An environment whose episode ends is reset in the same step: what it then observes is the first state of
-    the next episode, where the memory is reset. The last state of the old one, whose value counts at a time
-    limit, still has the old memory: its value is in `next_values`.
+    An environment whose episode ends is reset in the same step. `next_obs` holds the last observation of the
+    old episode, and `current_obs` the first one of the next, where the memory is reset. The last one's value
+    counts at a time limit, and depends on the old memory: it is in `next_values`.
     """
 
     def __init__(self, args: Args, obs_size: int):
@@ -358,6 +358,7 @@ class Rollout:
         self.current_memory = torch.zeros(memory_shape, device=args.device)  # the memory before it
         self.first_memory = self.current_memory  # the memory before obs[0]
         self.obs = np.zeros((*shape, obs_size), np.float32)  # s_t
+        self.next_obs = np.zeros((*shape, obs_size), np.float32)  # s_{t+1}
         self.starts = np.zeros(shape, bool)  # whether s_t is the first state of an episode
         self.policies: Tensor  # π_old(·|h_t) [T, N, ...], as `Agent.heads` gives it
         self.actions: Tensor  # a_t [T, N, ...], as `sample` draws it
@@ -374,8 +375,7 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
     """Act for T steps. Returns the return and the length of each episode that ended."""
     tensor = partial(torch.as_tensor, device=args.device)
     rollout.first_memory = memory = rollout.current_memory
-    policies, actions, values, episodes = [], [], [], []
-    last_obs, last_memory = [], []  # of the episodes that ended, and the memory before it
+    policies, actions, values, last_memories, episodes = [], [], [], [], []
     for t in range(args.num_steps):
         rollout.obs[t], rollout.starts[t] = rollout.current_obs, rollout.current_starts
         with torch.inference_mode():
@@ -384,49 +384,49 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
             action = sample(policy)
         rollout.current_obs, rewards, terminated, truncated, infos = envs.step(action.cpu().numpy())
         policies.append(policy)
-        values.append(value)
         actions.append(action)
-        rollout.rewards[t], rollout.terminated[t], rollout.truncated[t] = rewards, terminated, truncated
+        values.append(value)
+        rollout.next_obs[t], rollout.rewards[t] = rollout.current_obs, rewards
+        rollout.terminated[t], rollout.truncated[t] = terminated, truncated
         rollout.current_starts = terminated | truncated
         rollout.episode_returns += rewards
         rollout.episode_lengths += 1
         for n in np.flatnonzero(terminated | truncated):
-            last_obs.append(infos["final_obs"][n])
-            last_memory.append(memory[:, n])
+            rollout.next_obs[t, n] = infos["final_obs"][n]
+            last_memories.append(memory[:, n])
             episodes.append((float(rollout.episode_returns[n]), int(rollout.episode_lengths[n])))
             rollout.episode_returns[n] = rollout.episode_lengths[n] = 0
-    if not (np.isfinite(rollout.rewards).all() and np.isfinite(rollout.obs).all()):
+    counted = rollout.obs, rollout.next_obs[~rollout.terminated], rollout.rewards
+    if not all(np.isfinite(numbers).all() for numbers in counted):
         raise FloatingPointError("a reward or an observation is NaN or infinite: look at the environment")
-    rollout.current_memory = memory.clone()
     rollout.policies, rollout.actions = torch.stack(policies), torch.stack(actions)
-    rollout.values = torch.stack(values)
-    rollout.next_values = find_next_values(agent, rollout, last_obs, last_memory)
+    rollout.values, rollout.current_memory = torch.stack(values), memory.clone()
+    rollout.next_values = find_next_values(agent, rollout, last_memories)
     return episodes
 
 
 @torch.no_grad()
-def find_next_values(
-    agent: Agent, rollout: Rollout, last_obs: list[np.ndarray], last_memory: list[Tensor]
-) -> Tensor:
-    """V(h_{t+1}) [T, N]: the value of the next row, but where step t ended an episode, of its last state.
+def find_next_values(agent: Agent, rollout: Rollout, last_memories: list[Tensor]) -> Tensor:
+    """V(h_{t+1}) [T, N]: the next row's value, but where step t ended an episode, that of its last state.
 
-    `last_obs` [D] and the memories before them [M, H] are in the order of the rows.
+    `last_memories` are the memories [M, H] before these last states, in the order of the rows.
     """
-    tensor = partial(torch.as_tensor, dtype=torch.float32, device=rollout.values.device)
-    obs, starts = agent.normalize(tensor(rollout.current_obs)), tensor(rollout.current_starts).bool()
-    _, value, _ = agent.step(obs, starts, rollout.current_memory)
+    tensor = partial(torch.as_tensor, device=rollout.values.device)
+    current_obs = agent.normalize(tensor(rollout.current_obs, dtype=torch.float32))
+    _, value, _ = agent.step(current_obs, tensor(rollout.current_starts), rollout.current_memory)
     next_values = torch.cat([rollout.values[1:], value.unsqueeze(0)])
-    if last_obs:
-        obs = agent.normalize(tensor(np.stack(last_obs)))
-        not_first = torch.zeros_like(obs[:, 0], dtype=torch.bool)
-        _, last_values, _ = agent.step(obs, not_first, torch.stack(last_memory, 1))
-        next_values[torch.as_tensor(rollout.terminated | rollout.truncated)] = last_values
+    ended = rollout.terminated | rollout.truncated
+    if ended.any():
+        last_obs = agent.normalize(tensor(rollout.next_obs[ended]))
+        not_first = tensor(np.zeros(len(last_obs), bool))
+        _, last_values, _ = agent.step(last_obs, not_first, torch.stack(last_memories, 1))
+        next_values[tensor(ended)] = last_values
     return next_values
 
 
 @torch.no_grad()
-def normalize_rollout(agent: Agent, rollout: Rollout, args: Args) -> tuple[Tensor, Tensor]:
-    """Normalised observations [T, N, D] and scaled rewards [T, N]. Updates the running statistics.
+def normalize_rollout(agent: Agent, rollout: Rollout, args: Args) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalised obs and next_obs [T, N, D], and scaled rewards [T, N]. Updates the running statistics.
 
     Observations are normalised by the statistics that acting used, before they are updated. Rewards are
     divided by the running std, after its update, of the discounted return R_t = γ R_{t-1} + r_t, which starts
@@ -434,7 +434,7 @@ def normalize_rollout(agent: Agent, rollout: Rollout, args: Args) -> tuple[Tenso
     """
     tensor = partial(torch.tensor, dtype=torch.float32, device=args.device)  # a copy: arrays are reused
     raw_obs, rewards = tensor(rollout.obs), tensor(rollout.rewards)
-    obs = agent.normalize(raw_obs)
+    obs, next_obs = agent.normalize(raw_obs), agent.normalize(tensor(rollout.next_obs))
     agent.obs_moments.update(raw_obs.flatten(0, 1))
     if args.norm_rewards:
         discounted_returns = np.zeros_like(rollout.rewards)  # R_t [T, N]
@@ -443,7 +443,7 @@ def normalize_rollout(agent: Agent, rollout: Rollout, args: Args) -> tuple[Tenso
             rollout.discounted_returns = np.where(ended, 0, discounted_returns[t])
         agent.return_moments.update(tensor(discounted_returns).view(-1, 1))
         rewards = (rewards * torch.rsqrt(agent.return_moments.var + 1e-8)).clamp(-10, 10)
-    return obs, rewards
+    return obs, next_obs, rewards
 
 
 @torch.no_grad()
@@ -543,7 +543,7 @@ def train(args: Args) -> dict:
         remaining = 1 - state.global_step / args.total_timesteps
         state.learning_rate = args.learning_rate * (remaining if args.anneal_lr else 1)
         episodes = collect_rollout(envs, agent, rollout, args)
-        obs, rewards = normalize_rollout(agent, rollout, args)
+        obs, _, rewards = normalize_rollout(agent, rollout, args)
         batch = make_batch(rollout, obs, rewards, args)
         metrics = update(agent, optimizer, batch, args, state)
         state.global_step += args.num_steps * args.num_envs
