@@ -9,8 +9,8 @@
     tensorboard --logdir runs                       # its curves
 
 This is the whole algorithm. `ppo.py` has the same equations, and adds normalisation of observations and
-rewards, the variants of the paper, evaluation, checkpoints and speed. A test checks that with equal settings
-both learn the same weights, up to rounding, over several iterations.
+rewards, the KL penalty of the paper, evaluation, checkpoints and speed. A test checks that with equal
+settings both learn the same weights, up to rounding, over several iterations.
 
   [PPO] Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   [GAE] Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation",
@@ -37,26 +37,26 @@ from torch.utils.tensorboard import SummaryWriter
 class Args:
     env_id: str = "CartPole-v1"  # Gymnasium id of an environment with Discrete actions
     seed: int = 1  # random seed
-    total_timesteps: int = 100_000  # total number of transitions
+    total_timesteps: int = 100_000  # total number of transitions, rounded up to whole rollouts
     num_envs: int = 8  # N: environments that step in parallel
     num_steps: int = 128  # T: steps of each environment per rollout
-    learning_rate: float = 1e-3  # Adam's step size; decays linearly to 0
+    learning_rate: float = 1e-3  # Adam's step size; decays linearly to 0, in [PPO] only for Atari
     gamma: float = 0.99  # γ: discount factor
-    gae_lambda: float = 0.95  # λ: trades bias (0) against variance (1) of the advantages
+    gae_lambda: float = 0.95  # λ: 0 gives advantages of little variance but much bias, 1 the reverse
     update_epochs: int = 10  # K: passes over each rollout
     num_minibatches: int = 4  # minibatches per epoch, one gradient step each
-    clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
+    clip_coef: float = 0.2  # ε: nothing is gained by moving the ratio of new to old probability beyond 1 ± ε
     vf_coef: float = 0.5  # c₁: weight of the value loss
     ent_coef: float = 0.01  # c₂: weight of the entropy bonus
     max_grad_norm: float = 0.5  # clip the gradient to this norm; not in [PPO]
 
 
 class Agent(nn.Module):
-    """The actor π(a|s) and the critic V(s): two networks that share nothing."""
+    """The actor π(a|s) and the critic V(s): two networks that share no weights, trained by one loss."""
 
     def __init__(self, obs_size: int, num_actions: int):
         super().__init__()
-        self.actor = mlp(obs_size, num_actions, last_gain=0.01)  # small: nearly uniform at first
+        self.actor = mlp(obs_size, num_actions, last_gain=0.01)  # small weights: nearly uniform at first
         self.critic = mlp(obs_size, 1, last_gain=1.0)
 
     def policy(self, obs: Tensor) -> Categorical:
@@ -81,14 +81,16 @@ def compute_gae(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Advantages and returns [T, N] by generalised advantage estimation ([GAE], eq. 16; [PPO], eq. 11, 12).
 
-    δ_t = r_t + γ V(s_{t+1}) - V(s_t), without V(s_{t+1}) where the task ended the episode (terminated)
-    A_t = δ_t + γλ A_{t+1}, without A_{t+1} where the episode ended, be it at a time limit (truncated)
+    δ_t = r_t + γ V(s_{t+1}) - V(s_t), but no V(s_{t+1}) if terminated: no reward follows
+    A_t = δ_t + γλ A_{t+1}, but no A_{t+1} if terminated or truncated: it is of the next episode
     return_t = A_t + V(s_t), the critic's target
+
+    A time limit (truncated) is not part of the task: more reward would have followed, so V(s_{t+1}) counts.
     """
     deltas = rewards + gamma * next_values * ~terminated - values
     ended = terminated | truncated
     advantages = torch.zeros_like(deltas)
-    advantage = torch.zeros_like(deltas[0])  # A_T: after the rollout, nothing is known but V(s_T)
+    advantage = torch.zeros_like(deltas[0])  # A_T = 0: the rollout ends, and the last δ has V(s_T)
     for t in reversed(range(len(deltas))):
         advantage = deltas[t] + gamma * gae_lambda * advantage * ~ended[t]
         advantages[t] = advantage
@@ -104,9 +106,11 @@ def ppo_loss(
     advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # not in [PPO]
 
     log_ratio = policy.log_prob(actions) - old_log_probs
-    ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s)
+    ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s): 1, up to rounding, before the first gradient step
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-    policy_loss = -torch.min(ratio * advantages, clipped_ratio * advantages).mean()  # -L^CLIP, equation 7
+    # -L^CLIP, equation 7. Where A > 0 and ratio > 1 + ε, or A < 0 and ratio < 1 - ε, min takes the clipped
+    # term, a constant: no gradient. Beyond the other limit it takes the other term, which pulls back.
+    policy_loss = -torch.min(ratio * advantages, clipped_ratio * advantages).mean()
     value_loss = 0.5 * (values - returns).square().mean()  # L^VF; [PPO] has no 0.5
     entropy = policy.entropy().mean()  # S
 
@@ -131,42 +135,42 @@ def train(args: Args) -> Agent:
     envs = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
     obs_size, num_actions = envs.single_observation_space.shape[0], envs.single_action_space.n
     agent = Agent(obs_size, num_actions)
-    optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5)
+    optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5)  # eps: not in [PPO]
     writer = SummaryWriter(f"runs/{args.env_id}__ppo_minimal__{args.seed}__{time.time():.0f}")
 
     shape = args.num_steps, args.num_envs  # [T, N]
     obs = torch.zeros(*shape, obs_size)  # s_t
     actions = torch.zeros(shape, dtype=torch.long)  # a_t
-    log_probs = torch.zeros(shape)  # log π_old(a_t|s_t): all that the loss needs of π_old
+    old_log_probs = torch.zeros(shape)  # log π_old(a_t|s_t): all that the loss needs of π_old
     rewards = torch.zeros(shape)  # r_t
     next_obs = torch.zeros(*shape, obs_size)  # s_{t+1}, also where it is the last of an episode
     terminated = torch.zeros(shape, dtype=torch.bool)  # the task ended the episode at s_{t+1}
-    truncated = torch.zeros(shape, dtype=torch.bool)  # a time limit did
+    truncated = torch.zeros(shape, dtype=torch.bool)  # a time limit ended it there
     current_obs, _ = envs.reset(seed=args.seed)
     episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs)  # so far
-    episodes = []  # return and length of each that ended
+    episodes = []  # return (sum of rewards) and length of each that ended
 
     batch_size = args.num_steps * args.num_envs  # B
     for global_step in range(0, args.total_timesteps, batch_size):
-        # 1. Run the policy, which is now π_old, for T steps in N environments.
+        # 1. Run the policy for T steps in N environments. It is π_old until step 3 changes the weights.
         for t in range(args.num_steps):
             obs[t] = torch.as_tensor(current_obs)
             with torch.no_grad():
                 policy = agent.policy(obs[t])
                 actions[t] = policy.sample()
-                log_probs[t] = policy.log_prob(actions[t])
+                old_log_probs[t] = policy.log_prob(actions[t])
             current_obs, reward, termination, truncation, infos = envs.step(actions[t].numpy())
             next_obs[t], rewards[t] = torch.as_tensor(current_obs), torch.as_tensor(reward)
             terminated[t], truncated[t] = torch.as_tensor(termination), torch.as_tensor(truncation)
             episode_return += reward
             episode_length += 1
-            for n in np.flatnonzero(termination | truncation):
+            for n in np.flatnonzero(termination | truncation):  # current_obs[n] is of the next episode
                 next_obs[t, n] = torch.as_tensor(infos["final_obs"][n])
                 episodes.append((episode_return[n], episode_length[n]))
                 episode_return[n] = episode_length[n] = 0
 
         # 2. Estimate the advantages: how much better each action was than the policy's average.
-        with torch.no_grad():
+        with torch.no_grad():  # advantages and returns are constants in the loss
             values, next_values = agent.value(obs), agent.value(next_obs)
         advantages, returns = compute_gae(
             rewards, values, next_values, terminated, truncated, args.gamma, args.gae_lambda
@@ -174,7 +178,7 @@ def train(args: Args) -> Agent:
 
         # 3. Optimise the loss: K epochs of gradient steps on shuffled minibatches.
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - global_step / args.total_timesteps)
-        batch = [x.flatten(0, 1) for x in (obs, actions, log_probs, advantages, returns)]  # [B, ...]
+        batch = [x.flatten(0, 1) for x in (obs, actions, old_log_probs, advantages, returns)]  # [B, ...]
         for _ in range(args.update_epochs):
             for rows in torch.randperm(batch_size).tensor_split(args.num_minibatches):
                 loss, metrics = ppo_loss(agent, *(x[rows] for x in batch), args)
@@ -185,7 +189,8 @@ def train(args: Args) -> Agent:
 
         # 4. Log metrics of the last minibatch, and means over the last 100 episodes.
         steps = global_step + batch_size
-        metrics["explained_variance"] = 1 - (returns - values).var() / returns.var()  # at most 1
+        # 1 if V predicts the returns, 0 if it does no better than a constant.
+        metrics["explained_variance"] = 1 - (returns - values).var() / returns.var()
         for name, metric in metrics.items():
             writer.add_scalar(f"losses/{name}", metric, steps)
         if episodes:

@@ -1,12 +1,18 @@
 """Tests of ppo_minimal.py: it learns what ppo.py learns, and CartPole."""
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
+import helpers
 import pytest
 import torch
 
 import ppo
 import ppo_minimal
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Acrobot-v1"])  # ended by the task, and by a time limit
@@ -21,3 +27,19 @@ def test_the_page_and_the_script_learn_the_same_weights(env_id, tmp_path, monkey
     others = torch.load(checkpoint, weights_only=True)["agent"]
     for name, weight in weights.items():
         torch.testing.assert_close(others[name], weight, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_page_learns_cartpole_and_logs_returns_lengths_and_losses(tmp_path):
+    """CartPole's reward is 1 in each step, so returns are lengths. A random policy has about 20."""
+    command = [sys.executable, ROOT / "ppo_minimal.py", "--total-timesteps", "30000"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (folder,) = tmp_path.glob("runs/*")
+    logged = helpers.curves(folder)
+    assert logged["charts/episodic_return"] == logged["charts/episodic_length"]
+    steps = [*logged["charts/episodic_return"]]
+    assert steps == [*range(1024, 31_000, 1024)]
+    assert logged["charts/episodic_return"][steps[-1]] > 100
+    for name in "policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance":
+        assert [*logged[f"losses/{name}"]] == steps
