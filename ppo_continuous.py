@@ -195,7 +195,7 @@ class Agent(nn.Module):
         if not self.norm_obs:
             return obs
         mean, scale = self.obs_moments.mean, torch.rsqrt(self.obs_moments.var + 1e-8)
-        return torch.where(self.unit_obs, obs, ((obs - mean) * scale).clamp(-10, 10))
+        return torch.where(self.unit_obs, obs, (obs - mean) * scale).clamp(-10, 10)
 
     def policy(self, obs: Tensor) -> Tensor:
         """π(·|s), as means and log standard deviations [..., 2A], for normalised observations [..., D]."""

@@ -186,7 +186,7 @@ class Agent(nn.Module):
         if not self.norm_obs:
             return obs
         mean, scale = self.obs_moments.mean, torch.rsqrt(self.obs_moments.var + 1e-8)
-        return torch.where(self.unit_obs, obs, ((obs - mean) * scale).clamp(-10, 10))
+        return torch.where(self.unit_obs, obs, (obs - mean) * scale).clamp(-10, 10)
 
     def remember(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """What the recurrent network makes of x [T, N, H], and its memory [M, N, H] after the last row."""

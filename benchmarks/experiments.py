@@ -385,6 +385,35 @@ MEMORY = [
     ),
 ]
 
+# Environments that reset in the same step, beside the rows before, with filler rows (version 0.2)
+FILLER_ROWS = "4c280a11394b6dec137c4da3b800bd21a33ab35e"
+CHEETAH_SHORT, HOPPER = ("HalfCheetah-v5", 300_000), ("Hopper-v5", 1_000_000)
+LSTM_TASKS = [("PositionOnlyCartPole-v1", 100_000), ("Cue-v0", 100_000)]
+DISCRETE_TASKS = [task for task in CLASSIC if task != ("CartPole-v1", 500_000)]
+DISCRETE_RUNS = each(DISCRETE_TASKS, 5, first=201)
+MUJOCO_RUNS = each([HOPPER], 5, first=901) + each([CHEETAH_SHORT], 10)
+LAYOUT = [
+    Experiment("same-step", "the defaults", "ppo.py", DISCRETE_RUNS, LONG_EVALUATION),
+    Experiment("same-step-mujoco", "the defaults", "ppo_continuous.py", MUJOCO_RUNS, "--compile"),
+    Experiment(
+        "same-step-lstm", "the defaults", "ppo_lstm.py", each(LSTM_TASKS, 3, first=11), program="memory.py"
+    ),
+    Experiment(
+        "next-step",
+        "the defaults",
+        "ppo_continuous.py",
+        each([CHEETAH_SHORT], 10),
+        "--compile",
+        commit=FILLER_ROWS,
+    ),
+]
+BOTH_LAYOUTS = {  # task: experiments before and now
+    **dict.fromkeys(DISCRETE_TASKS, ("classic", "same-step")),
+    HOPPER: ("continuous", "same-step-mujoco"),
+    CHEETAH_SHORT: ("next-step", "same-step-mujoco"),
+    **dict.fromkeys(LSTM_TASKS, ("memory-lstm", "same-step-lstm")),
+}
+
 # Return against minutes
 TIMED = [("CartPole-v1", 100_000), ("LunarLander-v3", 1_000_000), ("HalfCheetah-v5", 300_000)]
 CHEETAH_RUNS = each(TIMED[2:], 3)
@@ -400,5 +429,5 @@ MINUTES = [
 # Language models, beside TRL (against_trl.py)
 TRL_LOSSES = {"constant": "dr_grpo", "token-mean": "dapo", "sequence-mean": "grpo"}  # our name, TRL's
 
-ALL = DISCRETE + CONTINUOUS + ABLATION + AGAIN + NETWORKS + PLAINS + ATARI + GPU + MEMORY + MINUTES
+ALL = DISCRETE + CONTINUOUS + ABLATION + AGAIN + NETWORKS + PLAINS + ATARI + GPU + MEMORY + LAYOUT + MINUTES
 EXPERIMENTS = {experiment.name: experiment for experiment in ALL}

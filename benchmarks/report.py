@@ -310,6 +310,28 @@ def comparison_table(
         yield {"environment, steps": "all", without[1]: "", with_it[1]: "", "P": mean_chance(pairs)}
 
 
+def layout_table(results: pd.DataFrame) -> Iterator[Row]:
+    """Returns with filler rows (before) and without (now), and P that a seed of now is better."""
+    pairs: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {"training": [], "greedy": []}
+    for task, names in experiments.BOTH_LAYOUTS.items():
+        before, now = (select(results, name, task) for name in names)
+        row = {"environment, steps": name_of(task), "seeds": f"{len(before)}, {len(now)}"}
+        for kind, found in pairs.items():
+            scores = [runs[kind].dropna().to_numpy() for runs in (before, now)]
+            row |= {f"{kind} before": spread(scores[0]), f"{kind} now": spread(scores[1]), f"P, {kind}": ""}
+            if min(map(len, scores)):
+                found.append((scores[1], scores[0]))
+                better = bootstrap(
+                    scores[::-1], probability_of_improvement, n_resamples=2000, vectorized=False,
+                    method="percentile", rng=0,
+                ).confidence_interval  # fmt: skip
+                chance = probability_of_improvement(scores[1], scores[0])
+                row[f"P, {kind}"] = "{:.2f} [{:.2f}, {:.2f}]".format(chance, *better)
+        yield row
+    row = dict.fromkeys(row, "") | {"environment, steps": "all"}
+    yield row | {f"P, {kind}": mean_chance(found) for kind, found in pairs.items()}
+
+
 def before_table(results: pd.DataFrame) -> Iterator[Row]:
     """Greedy returns of continuous control now, in earlier tables, and of Stable-Baselines3.
 
@@ -439,6 +461,7 @@ def tables() -> dict[str, str]:
     tasks = [*experiments.BETA2_TASKS, experiments.SWIMMER]
     titles = ("continuous", "β2 = 0.999"), ("beta2", "β2 = 0.99")
     made["beta2"] = [*comparison_table(results, tasks, *titles)]
+    made["layout"] = [*layout_table(results)]
     made["networks"] = [*networks_table(results)]
     made["settings"] = [*settings_table()]
     made["plain"] = [*plain_table(results)]

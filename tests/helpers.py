@@ -83,16 +83,19 @@ class Case:
     def make_rollout(self, args, agent, seed=0, chance=0.2):
         """Return a rollout of random observations and rewards, with actions that the agent has sampled."""
         rng = np.random.default_rng(seed)
-        rollout = self.script.Rollout(args, D, self.num_actions)
-        ends = random_ends(rng, args.num_steps, args.num_envs, chance)
-        rollout.terminated[:], rollout.truncated[:], rollout.valid[:] = ends
-        rollout.obs[:] = 1 + 2 * rng.normal(size=rollout.obs.shape)
+        rollout = self.script.Rollout(args, D)
+        terminated, truncated = same_step_ends(rng, args.num_steps, args.num_envs, chance)
+        rollout.terminated[:], rollout.truncated[:] = terminated, truncated
+        seen, last = 1 + 2 * rng.normal(size=(2, args.num_steps + 1, args.num_envs, D))
+        ended = (terminated | truncated)[..., np.newaxis]
+        rollout.obs[:], rollout.next_obs[:] = seen[:-1], np.where(ended, last[1:], seen[1:])
+        rollout.current_obs = seen[-1].astype(np.float32)
         rollout.rewards[:] = 0.3 + rng.normal(size=rollout.rewards.shape)
-        rollout.discounted_returns[-1] = rng.normal(size=args.num_envs)
+        rollout.discounted_returns[:] = rng.normal(size=args.num_envs)
         torch.manual_seed(seed)
         with torch.no_grad():
-            rollout.policies[:] = agent.policy(agent.normalize(torch.from_numpy(rollout.obs[:-1])))
-            rollout.actions[:] = self.distribution(rollout.policies).sample()
+            rollout.policies = agent.policy(agent.normalize(torch.tensor(rollout.obs)))
+            rollout.actions = self.distribution(rollout.policies).sample()
         return rollout
 
     def begin(self, args, seed=10):
@@ -103,8 +106,8 @@ class Case:
         size = obs_space.shape[0]
         agent.obs_moments.mean.copy_(torch.linspace(11, 3, size))
         agent.obs_moments.var.copy_(torch.linspace(1, 9, size))
-        rollout = self.script.Rollout(args, size, num_actions)
-        rollout.obs[-1], _ = envs.reset(seed=seed)
+        rollout = self.script.Rollout(args, size)
+        rollout.current_obs, _ = envs.reset(seed=seed)
         return envs, agent, rollout
 
     def make_batch(self, agent, rollout, args):
@@ -187,8 +190,20 @@ memory_too = pytest.mark.parametrize("case", [DISCRETE, CONTINUOUS, LSTM], ids=r
 atari_too = pytest.mark.parametrize("case", [DISCRETE, CONTINUOUS, ATARI, LSTM], ids=repr)
 
 
+def same_step_ends(rng, steps, envs, chance):
+    """Return terminated, truncated [steps, envs] of environments that reset in the step that ends an episode.
+
+    Each step may end an episode, by either kind of end or by both at once.
+    """
+    ended, kind = rng.random((steps, envs)) < chance, rng.integers(3, size=(steps, envs))
+    return ended & (kind != 1), ended & (kind != 0)
+
+
 def random_ends(rng, steps, envs, chance):
-    """Return terminated, truncated, valid [steps, envs]. A filler row follows each episode's end."""
+    """Return terminated, truncated, valid [steps, envs] of environments that reset in the next step.
+
+    A filler row, which is not valid, follows each episode's end.
+    """
     terminated, truncated, valid = np.zeros((3, steps, envs), dtype=bool)
     valid[0] = True
     for t, n in np.ndindex(steps, envs):
@@ -219,7 +234,11 @@ def normalized(agent, obs, norm_obs=True):
 
 
 def direct_gae(rewards, values, terminated, truncated, gamma, gae_lambda, next_values=None):
-    """Sum A_t = Σ_l (γλ)^l δ_{t+l} for each t by itself, up to the episode's end or the last row."""
+    """Sum A_t = Σ_l (γλ)^l δ_{t+l} for each t by itself, up to the episode's end or the last row.
+
+    Row t of `next_values` is the value of the state that step t led to. Without them, it is row t+1 of
+    `values`, which then have one row more.
+    """
     next_values = values[1:] if next_values is None else next_values
     advantages = np.zeros(rewards.shape)
     for t, n in np.ndindex(*rewards.shape):
@@ -237,17 +256,17 @@ class RewardScale:
 
     def __init__(self, agent, rollout, gamma):
         """Continue from the statistics of an agent, and from the episodes under way in a rollout."""
-        self.gamma, self.running = gamma, float64(torch.from_numpy(rollout.discounted_returns[-1])).tolist()
+        self.gamma, self.running = gamma, rollout.discounted_returns.tolist()
         moments = agent.return_moments
         mean, std, count = moments.mean.item(), np.sqrt(moments.var.item()), int(moments.count.item())
         self.seen = [mean - std, mean + std] * (count // 2)  # other numbers with the same moments
 
-    def scale(self, rewards, valid):
+    def scale(self, rewards, ended):
+        """Return the scaled rewards [steps, envs] of the next steps. `ended` says which ended an episode."""
         for t, n in np.ndindex(*rewards.shape):
-            if valid[t, n]:
-                self.running[n] = self.gamma * self.running[n] + float(rewards[t, n])
-                self.seen.append(self.running[n])
-            else:
+            self.running[n] = self.gamma * self.running[n] + float(rewards[t, n])
+            self.seen.append(self.running[n])
+            if ended[t, n]:
                 self.running[n] = 0.0
         return np.clip(rewards / np.sqrt(np.var(self.seen) + 1e-8), -10, 10)
 
@@ -279,6 +298,8 @@ def call(case, folder, *words):
             sys.argv, sys.path[:] = argv, path
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+            if hasattr(case.script, "STOP"):  # the next call is as in a new process
+                case.script.STOP.clear()
     return SimpleNamespace(status=status, out=out.getvalue(), err=err.getvalue())
 
 

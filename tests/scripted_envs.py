@@ -30,16 +30,29 @@ def observation(key, episode, step, last_action):
 
 
 class Scripted(gym.Env):
-    """It follows the script, with discrete actions."""
+    """It follows the script, with discrete actions.
+
+    With `one_array`, it writes each observation, also that of a reset, into the array it returned before.
+    """
 
     observation_space = spaces.Box(-np.inf, np.inf, (4,))
     action_space = spaces.Discrete(3)
+
+    def __init__(self, one_array=False):
+        self.array = np.zeros(self.observation_space.shape, np.float32) if one_array else None
+
+    def observe(self, action):
+        obs = observation(self.key, self.episode, self.step_count, action)
+        if self.array is None:
+            return obs
+        self.array[:] = obs
+        return self.array
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
             self.key, self.episode = seed % 1000, -1
         self.episode, self.step_count = self.episode + 1, 0
-        return observation(self.key, self.episode, 0, -np.ones(self.action_space.shape)), {}
+        return self.observe(-np.ones(self.action_space.shape)), {}
 
     def step(self, action):
         assert self.action_space.contains(action), action
@@ -47,7 +60,7 @@ class Scripted(gym.Env):
         self.step_count += 1
         over = self.step_count == length(self.key, self.episode)
         ends = ending(self.key, self.episode) if over else (False, False)
-        return observation(self.key, self.episode, self.step_count, action), value, *ends, {}
+        return self.observe(action), value, *ends, {}
 
 
 class ScriptedBox(Scripted):

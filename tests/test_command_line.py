@@ -40,7 +40,7 @@ import ppo_rlhf
 
 REFUSALS = {  # words of the command, one of each kind, and what the refusal must say
     "--num-envs 0": "--num-envs must be at least 1, not 0",
-    "--num-minibatches 300": "--num-minibatches must be at most 256",
+    "--num-minibatches 513": "--num-minibatches must be at most 512",
     "--no-norm-adv": "--norm-adv",
     "--kl-coef 3": "--kl-coef needs --surrogate kl-penalty",
     "--target-entropy 1 --anneal-ent-coef": "--target-entropy",

@@ -1,9 +1,11 @@
 """Each equation equals an independent computation, by NumPy or torch.distributions, in float64."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
+import scipy.special
 import torch
 from gymnasium import spaces
 from helpers import (
@@ -18,6 +20,7 @@ from helpers import (
     each_script,
     float64,
     random_ends,
+    same_step_ends,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,29 +51,87 @@ def test_log_prob_entropy_and_kl_equal_those_of_torch_distributions(case, seed, 
         torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
 
 
-# compute_gae
+@FAST
+@given(seed=SEEDS, actions=st.integers(2, 6), scale=st.sampled_from([0.0, 1.0, 3.0]))
+def test_discrete_actions_are_drawn_with_their_probabilities(seed, actions, scale):
+    """The counts are within 5 standard deviations. An action with a logit of -1e8 is never drawn."""
+    rng, draws = np.random.default_rng(seed), 100_000
+    logits = rng.uniform(-scale, scale, (2, actions))
+    logits[1, rng.integers(actions)] = -1e8
+    torch.manual_seed(seed)
+    for policy in torch.log_softmax(torch.tensor(logits, dtype=torch.float32), -1):
+        counts = np.bincount(ppo.sample(policy.expand(draws, -1)), minlength=actions)
+        expected = scipy.special.softmax(float64(policy))
+        deviations = np.sqrt(draws * expected * (1 - expected))
+        assert (np.abs(counts - draws * expected) <= 5 * deviations + 1e-2).all()
 
 
 @FAST
-@given(
+@given(seed=SEEDS, size=st.integers(1, 3), scale=st.sampled_from([0.0, 1.0, 20.0]))
+def test_continuous_actions_have_the_policys_means_and_deviations(seed, size, scale):
+    """Components are independent."""
+    rng, draws = np.random.default_rng(seed), 100_000
+    means, log_stds = scale * rng.normal(size=size), rng.uniform(-5, 2, size)
+    policy = torch.tensor(np.concatenate([means, log_stds]), dtype=torch.float32)
+    torch.manual_seed(seed)
+    chosen = float64(CONTINUOUS.script.sample(policy.expand(draws, -1)))
+    noise = (chosen - means) / np.exp(log_stds)
+    rounding = 1e-6 * scale / np.exp(log_stds)
+    assert (np.abs(noise.mean(0)) <= 5 / math.sqrt(draws) + rounding).all()
+    np.testing.assert_allclose(noise.T @ noise / draws, np.eye(size), atol=5 * math.sqrt(2 / draws))
+
+
+@each_script
+def test_the_most_likely_action_has_the_largest_probability(case):
+    """No other action has a larger one."""
+    old, _, others = case.random_policies(0, 200, case.num_actions, 1.0)
+    likely = case.distribution(old).log_prob(case.script.most_likely(old))
+    assert (likely >= case.distribution(old).log_prob(others)).all()
+    assert (likely > case.distribution(old).log_prob(others)).any()
+
+
+# compute_gae
+
+
+GAE = given(
     seed=SEEDS,
-    steps=st.integers(2, 10),
+    steps=st.integers(1, 10),
     envs=st.integers(1, 3),
     chance=st.sampled_from([0.0, 0.1, 0.4, 1.0]),
     gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
     gae_lambda=st.sampled_from([0.0, 0.3, 0.95, 1.0]),
 )
+
+
+@FAST
+@GAE
 def test_gae_is_the_sum_of_discounted_deltas(seed, steps, envs, chance, gamma, gae_lambda):
-    """The sum goes to the episode's end. Returns are A + V. Filler rows do not influence others."""
+    """The sum goes to the episode's end. Returns are A + V. The values of terminal states count nowhere."""
+    rng = np.random.default_rng(seed)
+    terminated, truncated = same_step_ends(rng, steps, envs, chance)
+    rewards, values, next_values = rng.normal(0, 5, (3, steps, envs))
+    ends, factors = (terminated, truncated), (gamma, gae_lambda)
+    expected = direct_gae(rewards, values, *ends, *factors, next_values)
+    next_values[terminated] = np.nan  # a simulator may fail there
+    inputs = map(torch.from_numpy, (rewards, values, next_values, *ends))
+    advantages, returns = (x.numpy() for x in ppo.compute_gae(*inputs, *factors))
+    np.testing.assert_allclose(advantages, expected, rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(returns, expected + values, rtol=1e-6, atol=1e-5)
+
+
+@FAST
+@GAE
+def test_filler_rows_do_not_influence_the_gae_of_atari_games(seed, steps, envs, chance, gamma, gae_lambda):
+    """The sum goes to the episode's end. Returns are A + V."""
     rng = np.random.default_rng(seed)
     terminated, truncated, valid = random_ends(rng, steps, envs, chance)
     valid[0] &= terminated[0] | truncated[0] | (rng.random(envs) < 0.5)  # a filler row may come first
     rewards, values = rng.normal(0, 5, (steps, envs)), rng.normal(0, 5, (steps + 1, envs))
     expected = direct_gae(rewards, values, terminated, truncated, gamma, gae_lambda)
     rewards[~valid] = 1e6
-    values[1:][terminated] = np.nan  # these states count nowhere: a simulator may fail there
+    values[1:][terminated] = np.nan
     inputs = map(torch.from_numpy, (rewards, values, terminated, truncated))
-    advantages, returns = (x.numpy() for x in ppo.compute_gae(*inputs, gamma, gae_lambda))
+    advantages, returns = (x.numpy() for x in ATARI.script.compute_gae(*inputs, gamma, gae_lambda))
     np.testing.assert_allclose(advantages[valid], expected[valid], rtol=1e-6, atol=1e-5)
     np.testing.assert_allclose(returns[valid], (expected + values[:-1])[valid], rtol=1e-6, atol=1e-5)
 
@@ -94,7 +155,6 @@ class Given:
         return self.given_policy, self.given_values
 
 
-WEIGHTED = ATARI, LSTM  # in their batches, filler rows have a weight of 0
 COEFFICIENTS = "learning_rate", "clip_coef", "kl_coef", "ent_coef"
 
 
@@ -115,13 +175,13 @@ def random_batch(case, seed, rows=12):
 def reference_loss(case, policy, values, batch, args, surrogate, coefficients):
     """Compute the loss and its metrics by torch.distributions."""
     epsilon = coefficients["clip_coef"]
-    if case in WEIGHTED:
+    if case is ATARI:  # in its batches, filler rows have a weight of 0
         rows = batch.weights == 1
         policy, values, batch = policy[rows], values[rows], batch._make(column[rows] for column in batch)
     advantages, returns, actions = batch.advantages, batch.returns, batch.actions
     new, old = case.distribution(policy), case.distribution(batch.old_policy)
     if args.norm_adv:
-        std = advantages.std(correction=0 if case in WEIGHTED else 1)
+        std = advantages.std(correction=0 if case is ATARI else 1)
         advantages = (advantages - advantages.mean()) / (std + 1e-8)
     log_ratio = new.log_prob(actions) - old.log_prob(actions)
     ratio = log_ratio.exp()
@@ -159,7 +219,7 @@ def test_ppo_loss_its_gradients_and_metrics_equal_the_reference(case, surrogate,
     coefficients = {"clip_coef": 0.15, "kl_coef": 1.7, "ent_coef": 0.3}
     settings = {"norm_adv": norm_adv, "vf_coef": 0.8}
     settings |= {} if case is LSTM else {"clip_vloss": clip_vloss}
-    if case in WEIGHTED:
+    if case in (ATARI, LSTM):  # their coefficients are settings
         args = case.make_args(**settings, clip_coef=0.15, ent_coef=0.3)
         rest = (args,)
     else:
@@ -263,29 +323,27 @@ def test_observations_are_normalised_unless_they_are_bounded_by_0_and_1():
 
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
 def test_rewards_are_divided_by_the_deviation_of_all_discounted_returns_so_far(gamma):
-    """They are, over several rollouts, and clipped to ±10. Rewards of filler rows do not count."""
-    garbage = 123.0
+    """They are, over several rollouts, and clipped to ±10. Each episode's return starts from 0."""
     args = DISCRETE.make_args(num_steps=40, num_envs=6, gamma=gamma)
     agent, rng, largest = DISCRETE.make_agent(args), np.random.default_rng(2), 0
     agent.return_moments = ppo.RunningMoments(1)
     rollout = DISCRETE.make_rollout(args, agent)
     reference = RewardScale(agent, rollout, gamma)
-    ends = random_ends(rng, 5 * args.num_steps, args.num_envs, 0.2)
+    ends = same_step_ends(rng, 5 * args.num_steps, args.num_envs, 0.2)
     for start in range(0, 5 * args.num_steps, args.num_steps):
-        terminated, truncated, valid = (x[start : start + args.num_steps] for x in ends)
-        rollout.terminated[:], rollout.truncated[:], rollout.valid[:] = terminated, truncated, valid
-        rewards = (0.05 + 0.1 * rng.normal(size=valid.shape)) * (start > 0)  # at first, there are none
+        terminated, truncated = (x[start : start + args.num_steps] for x in ends)
+        rollout.terminated[:], rollout.truncated[:] = terminated, truncated
+        rewards = (0.05 + 0.1 * rng.normal(size=terminated.shape)) * (start > 0)  # at first, there are none
         if start > 100:
             rewards[[7, 20], [0, 1]] = -30, 30
-        rollout.rewards[:] = np.where(valid, rewards, garbage)
-        _, scaled = ppo.normalize_rollout(agent, rollout, args)
-        expected = reference.scale(rollout.rewards, valid)
-        np.testing.assert_allclose(float64(scaled)[valid], expected[valid], rtol=1e-4)
+        rollout.rewards[:] = rewards
+        *_, scaled = ppo.normalize_rollout(agent, rollout, args)
+        expected = reference.scale(rollout.rewards, terminated | truncated)
+        np.testing.assert_allclose(float64(scaled), expected, rtol=1e-4)
         largest = max(largest, scaled.max().item(), -scaled.min().item())
         assert agent.return_moments.mean.item() == pytest.approx(np.mean(reference.seen), rel=1e-4, abs=1e-5)
         assert agent.return_moments.count == len(reference.seen)
     assert (largest == 10) or gamma == 1
-    assert not valid.all()
 
 
 # adjust_coefficients

@@ -241,6 +241,17 @@ def test_local_links_lead_to_files_and_headings():
         assert [file for file in files if not (path.parent / file).is_file()] == [], name
 
 
+def test_the_tests_that_pages_name_exist():
+    """A link to a test has its name, and leads to its file."""
+    named = [
+        (name, *found) for name in PAGES for found in re.findall(r"\[`(test_\w+)`\]\(([^)]+)\)", PAGES[name])
+    ]
+    assert len(named) > 5
+    for page, test, target in named:
+        file = (ROOT / page).parent / target
+        assert f"def {test}(" in file.read_text(encoding="utf-8"), (page, test)
+
+
 def tags_in(folder: Path) -> set[str]:
     """Return the tags of a run's scalars."""
     return {*helpers.curves(folder), "charts/SPS"}

@@ -288,6 +288,7 @@ FAULTS = {
     "raise": "RuntimeError: the simulator broke",
     "nan reward": "FloatingPointError: a reward or an observation is NaN",
     "nan observation": "FloatingPointError: a reward or an observation is NaN",
+    "nan at a time limit": "FloatingPointError: a reward or an observation is NaN",  # its value counts
 }
 FAULTY = [(DISCRETE, "raise"), *itertools.product((DISCRETE, CONTINUOUS, LSTM), [*FAULTS][1:])]
 
@@ -368,9 +369,12 @@ def test_adam_beta2_is_used_by_new_and_by_resumed_runs(trained, tmp_path):
 
 
 def test_another_min_log_std_applies_from_the_first_action_of_a_resumed_run(trained, tmp_path):
-    """Acting with a narrow policy and learning a wide one would be a large step."""
+    """Acting with a narrow policy and learning a wide one would be a large step.
+
+    The logged deviation is that of 128 actions, here within 5 standard deviations.
+    """
     path = copied(trained(CONTINUOUS).checkpoint, tmp_path)
     before = len(curves(path.parent)["losses/kl"])
     _, data = resume(CONTINUOUS, path, "--min-log-std", "1")
     assert max([*data["losses/kl"].values()][before:]) < 0.1
-    assert min([*data["losses/std"].values()][before:]) >= np.exp(1) * (1 - 1e-6)
+    assert min([*data["losses/std"].values()][before:]) > np.exp(1) * (1 - 5 / np.sqrt(2 * SIZE))

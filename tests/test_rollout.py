@@ -1,6 +1,7 @@
-"""A rollout holds what the environments did, row by row, and actions that the policy has sampled."""
+"""A rollout holds what the environments did, step by step, and actions that the policy has sampled."""
 
 import copy
+import itertools
 import math
 
 import numpy as np
@@ -9,17 +10,25 @@ import scipy.stats
 import scripted_envs
 import torch
 from gymnasium import spaces
-from helpers import CONTINUOUS, DISCRETE
+from helpers import CONTINUOUS, DISCRETE, RewardScale, direct_gae, each_script, float64, normalized
 
 KEY, STEPS, ROLLOUTS = 10, 5, 12
 SCRIPTED, BOX = DISCRETE.env_id, CONTINUOUS.env_id
+ONE_ARRAY = '{"one_array": true}'  # an environment that reuses one array for all its observations
 VARIANTS = {  # script, settings, type of the environments
     "sync": (DISCRETE, {"env_id": SCRIPTED}, "SyncVectorEnv"),
     "async": (DISCRETE, {"env_id": SCRIPTED, "async_envs": True}, "AsyncVectorEnv"),
     "one": (DISCRETE, {"env_id": SCRIPTED, "num_envs": 1, "num_steps": 2}, "SyncVectorEnv"),
+    "one-step": (DISCRETE, {"env_id": SCRIPTED, "num_steps": 1}, "SyncVectorEnv"),
+    "one-array": (DISCRETE, {"env_id": SCRIPTED, "env_kwargs": ONE_ARRAY}, "SyncVectorEnv"),
+    "async-one-array": (
+        DISCRETE, {"env_id": SCRIPTED, "env_kwargs": ONE_ARRAY, "async_envs": True}, "AsyncVectorEnv"
+    ),
     "box": (CONTINUOUS, {"env_id": BOX}, "SyncVectorEnv"),
     "box-async": (CONTINUOUS, {"env_id": BOX, "async_envs": True}, "AsyncVectorEnv"),
-}
+    "box-one-array": (CONTINUOUS, {"env_id": BOX, "env_kwargs": ONE_ARRAY}, "SyncVectorEnv"),
+}  # fmt: skip
+pytestmark = pytest.mark.filterwarnings("ignore:.*share an object")  # the reused array
 
 
 def collect(case, rollouts, **settings):
@@ -42,63 +51,125 @@ def received(case, actions):
     return np.clip(actions * [1.5, 5, 1] + [-0.5, 5, 0], space.low, space.high)
 
 
+COLUMNS = "obs", "next_obs", "rewards", "terminated", "truncated"
+
+
 def replay(key, actions):
-    """Play the script with these actions. Return rows, (row, return, length) of episodes, the last state."""
+    """Play the script with these actions.
+
+    Return the columns of its transitions by name, its episodes as (row of the last step, return, length), and
+    the observation that the next action would be for.
+    """
     rows, episodes = [], []
     start = -np.ones_like(actions[0])
-    episode, step, total, last, ended = 0, 0, 0.0, start, False
+    episode, step, total, last = 0, 0, 0.0, start
     for row, action in enumerate(actions):
         obs = scripted_envs.observation(key, episode, step, last)
-        if ended:  # filler
-            rows.append((obs, 0.0, False, False, False))
-            episode, step, total, last, ended = episode + 1, 0, 0.0, start, False
-            continue
         last, value = action, scripted_envs.reward(key, episode, step, action)
         step, total = step + 1, total + value
         ended = step == scripted_envs.length(key, episode)
-        terminated, truncated = scripted_envs.ending(key, episode) if ended else (False, False)
-        rows.append((obs, value, terminated, truncated, True))
+        ends = scripted_envs.ending(key, episode) if ended else (False, False)
+        rows.append((obs, scripted_envs.observation(key, episode, step, last), value, *ends))
         if ended:
             episodes.append((row, total, step))
-    return rows, episodes, scripted_envs.observation(key, episode, step, last)
+            episode, step, total, last = episode + 1, 0, 0.0, start
+    columns = dict(zip(COLUMNS, map(np.stack, zip(*rows, strict=True)), strict=True))
+    return columns, episodes, scripted_envs.observation(key, episode, step, last)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rollouts_have_each_transition_and_episode_of_the_scripted_environments(variant):
-    """Observations, rewards, ends and filler rows are the script's, also from one rollout to the next.
+    """Observations, rewards and ends are the script's, also from one rollout to the next.
 
-    Each action is a sample of the policy for its row's normalised observation.
+    The next observation of a step that ends an episode is the last one of that episode. The first one of the
+    next episode is where the next step starts. Each action is a sample of the policy for its observation.
     """
     case, settings, kind = VARIANTS[variant]
     agent, copies, episodes_of, found = collect(case, ROLLOUTS, **settings)
     assert found == kind
     steps, envs = copies[0].rewards.shape
-    actions = received(case, np.concatenate([rollout.actions for rollout in copies]))
+    actions = received(case, np.concatenate([rollout.actions.numpy() for rollout in copies]))
     ends = []
     for n in range(envs):
-        rows, episodes, last = replay(KEY + n, actions[:, n])
-        obs, *columns = zip(*rows, strict=True)
-        for name, column in zip(("rewards", "terminated", "truncated", "valid"), columns, strict=True):
+        columns, episodes, last = replay(KEY + n, actions[:, n])
+        for name, column in columns.items():
             joined = np.concatenate([getattr(rollout, name)[:, n] for rollout in copies])
-            np.testing.assert_allclose(joined, column, rtol=1e-6, err_msg=name)
-        obs = np.stack([*obs, last])
-        for i, rollout in enumerate(copies):
-            expected = obs[i * steps : (i + 1) * steps + 1]
-            np.testing.assert_allclose(rollout.obs[:, n], expected, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(joined, column, rtol=1e-5, atol=1e-6, err_msg=name)
+        for i, rollout in enumerate(copies, start=1):
+            following = columns["obs"][i * steps] if i < ROLLOUTS else last
+            np.testing.assert_allclose(rollout.current_obs[n], following, rtol=1e-5, atol=1e-6)
         ends += [(row, n, total, length) for row, total, length in episodes]
     for i, found in enumerate(episodes_of):
         expected = [end[2:] for end in sorted(ends) if i * steps <= end[0] < (i + 1) * steps]
         assert len(found) == len(expected)
         np.testing.assert_allclose(np.ravel(found), np.ravel(expected), rtol=1e-5)
+    for rollout in copies:
+        np.testing.assert_allclose(rollout.policies, case.policy(agent, rollout.obs), rtol=1e-4, atol=1e-5)
     assert_sampled(case, agent, copies)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_advantages_are_those_of_the_environments_own_transitions(variant):
+    """They are summed here in float64, from the script alone, while the networks learn.
+
+    Episodes are terminated, truncated, or both at once, some of them in the last step of a rollout. The
+    batch has one row for each transition, with its observation, value, return and scaled reward.
+    """
+    case, settings, _ = VARIANTS[variant]
+    args = case.make_args(**{"num_steps": STEPS, "num_minibatches": 1, **settings})
+    envs, agent, rollout = case.begin(args)
+    scale, agents, batches = RewardScale(agent, rollout, args.gamma), [], []
+    for _ in range(ROLLOUTS):
+        agents.append(copy.deepcopy(agent))
+        case.script.collect_rollout(envs, agent, rollout, args)
+        batches.append(case.make_batch(agent, rollout, args))
+        case.update(agent, batches[-1], args)
+    envs.close()
+    shape = args.num_steps, args.num_envs
+    actions = np.concatenate([float64(batch.actions.unflatten(0, shape)) for batch in batches])
+    logs = [replay(KEY + n, received(case, actions[:, n]))[0] for n in range(args.num_envs)]
+    kinds = set()
+    for i, (acting, batch) in enumerate(zip(agents, batches, strict=True)):
+        rows = slice(i * args.num_steps, (i + 1) * args.num_steps)
+        columns = (np.stack([log[name][rows] for log in logs], 1) for name in COLUMNS)
+        obs, next_obs, rewards, terminated, truncated = columns
+        values, next_values = case.values(acting, obs), case.values(acting, next_obs)
+        rewards, ends = scale.scale(rewards, terminated | truncated), (terminated, truncated)
+        advantages = direct_gae(rewards, values, *ends, args.gamma, args.gae_lambda, next_values)
+        expected = {"obs": normalized(acting, obs), "old_values": values, "rewards": rewards}
+        expected |= {"advantages": advantages, "returns": advantages + values}
+        for name, column in expected.items():
+            found = float64(getattr(batch, name).unflatten(0, shape))
+            np.testing.assert_allclose(found, column, rtol=1e-4, atol=1e-4, err_msg=name)
+        kinds |= {*zip(terminated[-1].tolist(), truncated[-1].tolist(), strict=True)}
+    assert args.num_envs == 1 or kinds == {*itertools.product((False, True), repeat=2)}
+
+
+@each_script
+@pytest.mark.parametrize("norm_obs", [False, True])
+@pytest.mark.parametrize("norm_rewards", [False, True])
+def test_a_batch_stays_as_it_is_while_the_next_rollout_is_collected(case, norm_obs, norm_rewards):
+    """The next rollout is written to the same arrays, so a batch must not share their memory."""
+    args = case.make_args(env_id=case.env_id, num_steps=STEPS, norm_obs=norm_obs, norm_rewards=norm_rewards)
+    envs, agent, rollout = case.begin(args)
+    case.script.collect_rollout(envs, agent, rollout, args)
+    normalised = case.script.normalize_rollout(agent, rollout, args)
+    kept = [*normalised, *case.script.make_batch(agent, rollout, *normalised, args)]
+    before = copy.deepcopy(kept)
+    for _ in range(2):
+        case.script.collect_rollout(envs, agent, rollout, args)
+        batch = case.make_batch(agent, rollout, args)
+    envs.close()
+    assert all(torch.equal(x, y) for x, y in zip(kept, before, strict=True))
+    assert not torch.equal(batch.obs, kept[0].flatten(0, 1))
 
 
 def assert_sampled(case, agent, rollouts):
     """Check that log π(a|s) is -H(π) on average, and that the noise of continuous actions is normal."""
     surprise, noise = [], []
     for rollout in rollouts:
-        policy = torch.from_numpy(case.policy(agent, rollout.obs[:-1]))
-        distribution, actions = case.distribution(policy), torch.from_numpy(rollout.actions)
+        policy = torch.from_numpy(case.policy(agent, rollout.obs))
+        distribution, actions = case.distribution(policy), rollout.actions
         surprise += (-distribution.log_prob(actions) - distribution.entropy()).flatten().tolist()
         if case is CONTINUOUS:
             mean, log_std = policy.chunk(2, -1)
@@ -113,7 +184,7 @@ def assert_sampled(case, agent, rollouts):
 def test_actions_have_the_policys_distribution_and_are_independent(case, env_id):
     """All states are equal here. Actions do not depend on those of other steps, environments or rollouts."""
     agent, copies, *_ = collect(case, 3, env_id=env_id, num_envs=8, num_steps=400)
-    actions = np.stack([rollout.actions for rollout in copies])
+    actions = np.stack([rollout.actions.numpy() for rollout in copies])
     if case is DISCRETE:
         policy = np.exp(case.policy(agent, np.ones(2)))
         assert policy.min() > 0.05

@@ -42,16 +42,14 @@ from torch.optim import SGD, Adam
 
 def reference(case, agent, rollout, args):
     """Compute the columns [B, ...] of a rollout's batch in NumPy and float64."""
-    policy = case.policy(agent, rollout.obs, args.norm_obs)
-    values = case.values(agent, rollout.obs, args.norm_obs)
-    rewards = rollout.rewards.astype(np.float64)
+    obs, policy = (compute(agent, rollout.obs, args.norm_obs) for compute in (normalized, case.policy))
+    values, next_values = (case.values(agent, x, args.norm_obs) for x in (rollout.obs, rollout.next_obs))
+    rewards, ends = rollout.rewards, (rollout.terminated, rollout.truncated)
     if args.norm_rewards:
-        rewards = RewardScale(agent, rollout, args.gamma).scale(rewards, rollout.valid)
-    ends = rollout.terminated, rollout.truncated
-    advantages = direct_gae(rewards, values, *ends, args.gamma, args.gae_lambda)
-    obs = normalized(agent, rollout.obs[:-1], args.norm_obs)
-    columns = obs, rollout.actions, policy[:-1], values[:-1], advantages, advantages + values[:-1], rewards
-    return [column[rollout.valid] for column in columns]
+        rewards = RewardScale(agent, rollout, args.gamma).scale(rewards, ends[0] | ends[1])
+    advantages = direct_gae(rewards, values, *ends, args.gamma, args.gae_lambda, next_values)
+    columns = obs, rollout.actions.numpy(), policy, values, advantages, advantages + values, rewards
+    return [column.reshape(-1, *column.shape[2:]) for column in columns]
 
 
 class Recorder:
@@ -76,7 +74,10 @@ def places(minibatch, batch):
 
 @each_script
 def test_learning_normalises_observations_as_acting_did(case):
-    """Only then do the statistics change. They count each transition once."""
+    """Only then do the statistics change. They count each transition once, by its first observation.
+
+    Before the first gradient step, the policy is the one that acted, up to rounding.
+    """
     args = case.make_args(env_id=case.env_id, num_steps=9)
     envs, agent, rollout = case.begin(args)
     obs, returns, running = [], [], np.zeros(4)
@@ -89,12 +90,14 @@ def test_learning_normalises_observations_as_acting_did(case):
         expected = reference(case, acting, rollout, args)[0]
         batch = case.make_batch(agent, rollout, args)
         np.testing.assert_allclose(float64(batch.obs), expected, rtol=1e-4, atol=1e-4)
-        case.update(agent, batch, args)
-        for t, n in np.ndindex(*rollout.valid.shape):
-            running[n] = (args.gamma * running[n] + rollout.rewards[t, n]) * rollout.valid[t, n]
-            if rollout.valid[t, n]:
-                obs.append(rollout.obs[t, n].copy())
-                returns.append([running[n]])
+        metrics = case.update(agent, batch, args)
+        assert abs(metrics["first_approx_kl"]) < 1e-6 < 1e-4 < metrics["kl"]
+        for t, n in np.ndindex(*rollout.rewards.shape):
+            obs.append(rollout.obs[t, n].copy())
+            running[n] = args.gamma * running[n] + rollout.rewards[t, n]
+            returns.append([running[n]])
+            if rollout.terminated[t, n] or rollout.truncated[t, n]:
+                running[n] = 0.0
         for moments, data in ((agent.obs_moments, obs), (agent.return_moments, returns)):
             data = np.array(data, np.float64)
             np.testing.assert_allclose(moments.mean, data.mean(0), rtol=1e-4, atol=1e-4)
@@ -245,13 +248,13 @@ def test_an_update_returns_means_over_its_gradient_steps_and_the_exact_kl(case):
     state = vars(case.make_state(args))
     expected |= {f"charts/{name}": value for name, value in state.items() if hasattr(args, name)}
     agent.obs_moments = old.obs_moments  # the statistics of this iteration
-    pair = [case.policy(x, rollout.obs[:-1])[rollout.valid] for x in (old, agent)]
+    pair = [case.policy(x, rollout.obs) for x in (old, agent)]
     kl = torch.distributions.kl_divergence(*(case.distribution(torch.from_numpy(x)) for x in pair))
     expected["kl"] = kl.mean().item()
     assert expected["kl"] > 1e-3
     if case is CONTINUOUS:
-        stds = float64(old.log_std.exp())
-        expected["std"] = stds.mean()
+        means = case.policy(old, rollout.obs)[..., : case.num_actions]
+        expected["std"] = np.sqrt(np.mean((float64(rollout.actions) - means) ** 2))
     assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-8)
 
 

@@ -71,9 +71,8 @@ class Walk(gym.Env):
                 raise RuntimeError("the simulator broke")
             if self.fault == "nan reward":
                 reward = np.nan
-            if self.fault == "nan observation" or (
-                self.fault == "nan at the end" and over and self.kind != 1
-            ):
+            kind_of_end = "nan at a time limit" if self.kind == 1 else "nan at the end"
+            if self.fault == "nan observation" or (over and self.fault == kind_of_end):
                 obs = obs * np.nan
         return obs, reward, over and self.kind != 1, over and self.kind != 0, {"steps": len(self.rewards)}
 
