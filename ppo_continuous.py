@@ -474,9 +474,8 @@ def update(
 def batch_metrics(batch: Batch, args: Args, state: State) -> dict[str, float]:
     """The coefficients, σ, how well V_old predicts the returns, and the share of rewards that are clipped."""
     errors = batch.advantages  # the critic's errors: return - V_old(s)
-    deviations = batch.actions - most_likely(
-        batch.old_policy
-    )  # its root mean square is σ, of any distribution
+    # The root mean square of these is σ, if the policy is Gaussian.
+    deviations = batch.actions - most_likely(batch.old_policy)
     metrics = {
         "charts/learning_rate": state.learning_rate,
         "charts/clip_coef": state.clip_coef,

@@ -819,7 +819,8 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
         if memory.shape[1] != len(rows):
             raise ValueError(f"{len(rows)} observations, but the memory of {memory.shape[1]} environments")
         log_policy, _, memory = agent.step(rows, starts, memory)
-        return most_likely(log_policy).reshape(flat.shape[:-1]).cpu().numpy()[()]
+        actions = most_likely(log_policy).cpu().numpy()
+        return actions if batch else actions[0]
 
     return policy
 

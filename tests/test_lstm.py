@@ -46,15 +46,29 @@ def play(agent, obs, norm_obs=True):
     return torch.log_softmax(agent.actor(features), -1), agent.critic(features).squeeze(-1)
 
 
+def episodes(starts):
+    """Yield the environment, the first row and the end of each episode in rows [T, N]."""
+    for n in range(starts.shape[1]):
+        cuts = [0, *np.flatnonzero(starts[1:, n]) + 1, len(starts)]
+        yield from ((n, first, end) for first, end in itertools.pairwise(cuts))
+
+
 def play_all(agent, obs, starts, norm_obs=True):
     """Return policies [T, N, A] and values [T, N] of rows [T, N, D], each episode played alone by `play`."""
     policies = np.zeros((*obs.shape[:2], agent.actor.out_features))
     values = np.zeros(obs.shape[:2])
-    for n in range(obs.shape[1]):
-        cuts = [0, *np.flatnonzero(starts[1:, n]) + 1, len(obs)]
-        for first, end in itertools.pairwise(cuts):
-            policies[first:end, n], values[first:end, n] = play(agent, obs[first:end, n], norm_obs)
+    for n, first, end in episodes(starts):
+        policies[first:end, n], values[first:end, n] = play(agent, obs[first:end, n], norm_obs)
     return policies, values
+
+
+def play_on(agent, obs, next_obs, starts):
+    """Return the values [T, N] of the states that rows led to, each episode played up to its last one."""
+    next_values = np.zeros(obs.shape[:2])
+    for n, first, end in episodes(starts):
+        _, values = play(agent, np.concatenate([obs[first:end, n], next_obs[end - 1 : end, n]]))
+        next_values[first:end, n] = values[1:]
+    return next_values
 
 
 def collect(args, rollouts):
@@ -62,8 +76,8 @@ def collect(args, rollouts):
     envs = ppo_lstm.make_envs(args, ppo_lstm.seed_everything(args.seed))
     space, num_actions = envs.single_observation_space, int(envs.single_action_space.n)
     agent = make_agent(args, space, num_actions)
-    rollout = ppo_lstm.Rollout(args, space.shape[0], num_actions)
-    rollout.obs[-1], _ = envs.reset(seed=10)
+    rollout = ppo_lstm.Rollout(args, space.shape[0])
+    rollout.current_obs, _ = envs.reset(seed=10)
     copies = []
     for _ in range(rollouts):
         ppo_lstm.collect_rollout(envs, agent, rollout, args)
@@ -73,9 +87,14 @@ def collect(args, rollouts):
 
 
 def joined(copies, name):
-    """Return a column of consecutive rollouts as one, without the last row that the next rollout repeats."""
-    rows = len(copies[0].rewards)
-    return np.concatenate([np.asarray(getattr(rollout, name))[:rows] for rollout in copies])
+    """Return a column of consecutive rollouts as one."""
+    return np.concatenate([np.asarray(getattr(rollout, name)) for rollout in copies])
+
+
+def states_after(copies):
+    """Return the observations [T, N, D] that the actions of scripted environments led to, by their script."""
+    obs, actions = joined(copies, "obs"), joined(copies, "actions")
+    return np.stack([obs[..., 0], obs[..., 1], obs[..., 2] + 1, actions], -1)
 
 
 def first_states(obs):
@@ -87,24 +106,29 @@ def first_states(obs):
 
 
 @each_cell
-@pytest.mark.parametrize("settings", [{}, {"num_steps": 1, "num_minibatches": 1}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_steps": 1, "num_minibatches": 1}, {"async_envs": True}], ids=str
+)
 def test_acting_remembers_its_own_episode_alone(cell, settings):
     """Policies and values of each row are those of its episode alone, over many rollouts and ends.
 
     So memory goes on from one rollout to the next, and is reset at the first state of an episode. The value
-    of the last state, in a filler row, still has the memory of its episode.
+    of the state that a row led to has the memory of its episode, also where that ended, in whichever way.
     """
-    agent, copies = collect(make_args(cell=cell, **settings), 60 if "num_steps" in settings else 6)
-    obs, valid = joined(copies, "obs"), joined(copies, "valid")
-    assert 0.1 < first_states(obs).mean() < 0.5
-    assert 0.1 < 1 - valid.mean() < 0.5
-    policies, values = play_all(agent, obs, first_states(obs))
+    agent, copies = collect(make_args(cell=cell, **settings), 200 if "num_steps" in settings else 20)
+    obs, starts = joined(copies, "obs"), first_states(joined(copies, "obs"))
+    assert 0.1 < starts.mean() < 0.5
+    last_rows = {
+        (end, cut) for c in copies for end, cut in zip(c.terminated[-1], c.truncated[-1], strict=True)
+    }
+    assert last_rows == {(False, False), (True, False), (False, True), (True, True)}
+    policies, values = play_all(agent, obs, starts)
     np.testing.assert_allclose(joined(copies, "policies"), policies, atol=2e-4)
     np.testing.assert_allclose(joined(copies, "values"), values, atol=2e-4)
-    for rollout, following in itertools.pairwise(copies):  # the value of the state that the last step led to
-        np.testing.assert_allclose(rollout.values[-1], following.values[0], atol=1e-5)
-        np.testing.assert_array_equal(rollout.starts[-1], following.starts[0])
-    np.testing.assert_array_equal(joined(copies, "starts"), first_states(obs))
+    next_values = play_on(agent, obs, states_after(copies), starts)
+    np.testing.assert_allclose(joined(copies, "next_values"), next_values, atol=2e-4)
+    np.testing.assert_array_equal(joined(copies, "next_obs"), states_after(copies))
+    np.testing.assert_array_equal(joined(copies, "starts"), starts)
 
 
 def test_actions_are_samples_of_the_stored_policy():
@@ -117,9 +141,18 @@ def test_actions_are_samples_of_the_stored_policy():
     assert policies.exp().std((0, 1)).mean() > 0.1
 
 
-def test_nan_in_the_last_state_of_an_episode_stops_the_run():
+def test_nan_in_the_last_state_of_an_episode_stops_the_run_if_its_value_counts():
+    """It counts at a time limit. After a termination, nothing depends on it."""
+    args = make_args(env_id="user_envs:Walk-v0", env_kwargs='{"fault": "nan at a time limit"}')
     with pytest.raises(FloatingPointError, match="look at the environment"):
-        collect(make_args(env_id="user_envs:Walk-v0", env_kwargs='{"fault": "nan at the end"}'), 4)
+        collect(args, 4)
+    args.env_kwargs = '{"fault": "nan at the end"}'
+    agent, copies = collect(args, 4)
+    assert np.isnan(joined(copies, "next_obs")).any()
+    for rollout in copies:
+        obs, _, rewards = ppo_lstm.normalize_rollout(agent, rollout, args)
+        batch = ppo_lstm.make_batch(rollout, obs, rewards, args)
+        assert all(column.isfinite().all() for column in batch)
 
 
 # Learning
@@ -161,6 +194,53 @@ def test_learning_gives_what_each_episode_played_alone_gives(cell):
         np.testing.assert_allclose(float64(value), values[3:], atol=1e-11)
 
 
+def every(*lengths):
+    """Return starts [32, N] of environments whose episodes all have the given number of steps."""
+    return torch.stack([torch.arange(32) % length == 0 for length in lengths], 1)
+
+
+MIXED = {
+    "one never ends, others every two steps": torch.cat([every(2) & False, every(2, 2, 2, 2)], 1),
+    "lengths just above powers of two": every(3, 5, 9, 17, 33),
+    "one step each": every(1, 1),
+    "as random": torch.rand(32, 6, generator=torch.Generator().manual_seed(3)) < 0.2,
+}
+
+
+@each_cell
+@pytest.mark.parametrize("starts", MIXED.values(), ids=MIXED.keys())
+def test_sequences_of_any_lengths_together_give_what_steps_give(cell, starts):
+    """Policies, values and gradients are equal. At most twice the rows reach the recurrent network."""
+    agent = make_agent(make_args(cell=cell)).double()
+    vectors, envs, rows = 2 if cell == "lstm" else 1, starts.shape[1], []
+    obs = torch.randn(32, envs, 4).double().requires_grad_()
+    memory = torch.randn(vectors, envs, 8).double().requires_grad_()
+    policy_weights, value_weights = torch.randn(32, envs, 3).double(), torch.randn(32, envs).double()
+    remember = agent.remember
+
+    def counted(x, memory):
+        rows.append(x.shape[0] * x.shape[1])
+        return remember(x, memory)
+
+    with mock.patch.object(agent, "remember", counted):
+        together = agent(obs, starts, memory)
+    assert 32 * envs <= sum(rows) <= 2 * 32 * envs
+
+    policies, values, current = [], [], memory
+    for row, start in zip(obs, starts, strict=True):
+        policy, value, current = agent.step(row, start, current)
+        policies.append(policy)
+        values.append(value)
+    by_steps = torch.stack(policies), torch.stack(values)
+    gradients = []
+    for policy, value in together, by_steps:
+        loss = (policy_weights * policy).sum() + (value_weights * value).sum()
+        inputs = obs, memory, *agent.parameters()
+        gradients.append(torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True))
+    for one, other in zip((*together, *gradients[0]), (*by_steps, *gradients[1]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
 @each_cell
 def test_gradients_reach_the_rows_of_the_episode_so_far_and_no_others(cell):
     """They reach the memory before the first row as well, if the episode began before."""
@@ -180,33 +260,41 @@ def test_gradients_reach_the_rows_of_the_episode_so_far_and_no_others(cell):
         assert remembered.tolist() == [i == n and episodes[t, n].item() == 0 for i in range(3)]
 
 
+def batch_of(agent, rollout, args):
+    obs, _, rewards = ppo_lstm.normalize_rollout(copy.deepcopy(agent), rollout, args)
+    return ppo_lstm.make_batch(rollout, obs, rewards, args)
+
+
 def rollouts_of(args):
     """Return the agent, three consecutive rollouts, and the batch of the last one."""
     agent, copies = collect(args, 3)
-    normalised = ppo_lstm.normalize_rollout(copy.deepcopy(agent), copies[-1], args)
-    return agent, copies, ppo_lstm.make_batch(copies[-1], *normalised, args)
+    return agent, copies, batch_of(agent, copies[-1], args)
 
 
 @each_cell
 def test_a_batch_has_exact_advantages_and_the_memory_before_its_first_row(cell):
     """At a time limit, the value of the last state counts, with its memory."""
-    args = make_args(cell=cell, norm_rewards=False, gamma=0.9, gae_lambda=0.8, num_steps=30)
+    args = make_args(cell=cell, norm_rewards=False, gamma=0.9, gae_lambda=0.8, num_steps=28)
     agent, copies, batch = rollouts_of(args)
-    rollout = copies[-1]
+    rollout, last = copies[-1], slice(-args.num_steps, None)
     assert (rollout.truncated & ~rollout.terminated).sum() >= 3
-    obs = np.concatenate([joined(copies, "obs"), rollout.obs[-1:]])
-    values = play_all(agent, obs, first_states(obs))[1][-31:]
+    assert (rollout.truncated | rollout.terminated)[-1].any()
+    obs = joined(copies, "obs")
+    starts = first_states(obs)
+    values = play_all(agent, obs, starts)[1][last]
+    next_values = play_on(agent, obs, states_after(copies), starts)[last]
     ends = rollout.terminated, rollout.truncated
-    advantages = direct_gae(rollout.rewards, values, *ends, 0.9, 0.8)
-    valid = rollout.valid
-    np.testing.assert_allclose(batch.advantages[valid], advantages[valid], rtol=1e-4, atol=1e-3)
-    np.testing.assert_allclose(batch.returns[valid], (advantages + values[:-1])[valid], rtol=1e-4, atol=1e-3)
-    np.testing.assert_allclose(batch.obs, normalized(agent, rollout.obs[:-1]), atol=1e-4)
-    np.testing.assert_array_equal(batch.starts, rollout.starts[:-1])
+    advantages = direct_gae(rollout.rewards, values, *ends, 0.9, 0.8, next_values)
+    np.testing.assert_allclose(batch.advantages, advantages, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(batch.returns, advantages + values, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(batch.obs, normalized(agent, rollout.obs), atol=1e-4)
+    np.testing.assert_array_equal(batch.starts, starts[last])
     np.testing.assert_array_equal(batch.actions, rollout.actions)
-    np.testing.assert_array_equal(batch.weights, valid)
-    np.testing.assert_array_equal(batch.memory, copies[-2].memory[-1])
-    np.testing.assert_array_equal(batch.memory, rollout.memory[0])
+    np.testing.assert_array_equal(batch.memory, copies[-2].current_memory)
+    with torch.no_grad():
+        policy, value = agent(batch.obs, batch.starts, batch.memory)
+    np.testing.assert_allclose(batch.old_policy, policy, atol=1e-4)
+    np.testing.assert_allclose(rollout.values, value, atol=1e-4)
     assert not any(column.requires_grad for column in batch)
 
 
@@ -244,8 +332,7 @@ def test_minibatches_are_of_whole_environments(number):
     assert len(set(map(tuple, orders))) > 1
 
 
-def test_metrics_leave_out_filler_rows():
-    """The KL is of the policy after the update. The critic's errors are those of the values before it."""
+def test_metrics_are_of_the_policy_after_the_update_and_of_the_values_before_it():
     args = make_args(num_steps=30, learning_rate=0.03)
     agent, copies, batch = rollouts_of(args)
     rollout, optimizer = copies[-1], SGD(agent.parameters(), 99.0)
@@ -253,9 +340,9 @@ def test_metrics_leave_out_filler_rows():
     assert optimizer.param_groups[0]["lr"] == metrics["charts/learning_rate"] == 0.03
     with torch.no_grad():
         policy, _ = agent(batch.obs, batch.starts, batch.memory)
-    old, new = batch.old_policy[rollout.valid], policy[rollout.valid]
+    old, new = batch.old_policy, policy
     assert metrics["kl"] == pytest.approx((old.exp() * (old - new)).sum(-1).mean().item(), rel=1e-4)
-    returns, values = float64(batch.returns)[rollout.valid], float64(rollout.values[:-1])[rollout.valid]
+    returns, values = float64(batch.returns), float64(rollout.values)
     assert metrics["explained_variance"] == pytest.approx(
         1 - np.var(returns - values) / np.var(returns), abs=1e-4
     )

@@ -1,5 +1,8 @@
 """Tests of the recipes: their policies are right, and no transition is learnt twice or lost."""
 
+import ast
+import copy
+import importlib
 import os
 import re
 import runpy
@@ -10,7 +13,9 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import pytest
+import scripted_envs
 import torch
+from helpers import direct_gae, float64, normalized
 
 import ppo
 import ppo_continuous
@@ -39,6 +44,26 @@ def recipe(tmp_path):
     for script, names in zip(scripts, before, strict=True):
         vars(script).clear()
         vars(script).update(names)
+
+
+def names_set(tree, alias):
+    """Return the names that a program sets in a script, which it imports as `alias`."""
+    targets = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return {
+        node.attr
+        for node in targets
+        if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == alias
+    }
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_replaces_only_what_its_script_has(name):
+    """Otherwise, its function would never be called, and the script would train without it."""
+    tree = ast.parse(PROGRAMS[name])
+    imports = [alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    for script in (alias for alias in imports if (ROOT / f"{alias.name}.py").exists()):
+        has = vars(importlib.import_module(script.name)).keys()
+        assert names_set(tree, script.asname or script.name) <= has
 
 
 @pytest.fixture
@@ -70,19 +95,23 @@ def unmasked_to_learn(policy, agent, obs):
     return policy(agent, obs if torch.is_inference_mode_enabled() else free)
 
 
-def sometimes_at_random(act, agent, obs, noise):
-    policy, actions = act(agent, obs, noise)
-    chance = np.random.default_rng(1).random(len(actions)) < 0.05
-    return policy, np.where(chance[:, None], 0, actions)
+def sometimes_at_random(sample, policy):
+    actions = sample(policy)
+    chance = torch.rand(len(actions), generator=torch.Generator().manual_seed(1)) < 0.05
+    return torch.where(chance.unsqueeze(-1), torch.zeros_like(actions), actions)
 
 
 MISTAKES = {  # a function, and its replacement, whose first input is the function
     "the mask is of wrong columns": ("policy", lambda policy, agent, obs: policy(agent, obs.roll(1, -1))),
     "the mask is only used to act": ("policy", unmasked_to_learn),
     "log-probabilities are means over numbers": ("log_prob", lambda old, *inputs: old(*inputs) / 2),
-    "a temperature is only used to act": ("act", lambda act, agent, obs, noise: act(agent, obs, 1.5 * noise)),
-    "one of 20 actions is random": ("act", sometimes_at_random),
-    "another policy is returned": ("act", lambda act, *inputs: (act(*inputs)[0].roll(1), act(*inputs)[1])),
+    "a temperature is only used to act": ("sample", lambda sample, policy: sample(policy / 1.5)),
+    "one of 20 actions is random": ("sample", sometimes_at_random),
+    "each number is drawn from the policy of the other": (
+        "sample",
+        lambda sample, policy: sample(policy.roll(1, -2)),
+    ),
+    "the most likely actions are others": ("most_likely", lambda old, policy: (old(policy) + 1) % 3),
     "the entropy is half of it": ("entropy", lambda entropy, policy: entropy(policy) / 2),
     "the KL divergence is reversed": ("kl_divergence", lambda kl, old, new: kl(new, old)),
 }
@@ -98,6 +127,57 @@ def test_check_policy_sees_mistakes_with_which_training_goes_on(mistake, pairs, 
     known = [forbidden] if mistake == "the mask is of wrong columns" else []
     with pytest.raises(AssertionError):
         check_policy(agent, obs, actions, *known)
+
+
+def wider(sample, policy):
+    means, log_stds = policy.chunk(2, -1)
+    return sample(torch.cat([means, log_stds + 0.2], -1))
+
+
+def wider_to_learn(policy, agent, obs):
+    found = policy(agent, obs)
+    return found if torch.is_inference_mode_enabled() else found + 0.2
+
+
+DENSITY_MISTAKES = {  # likewise
+    "log-probabilities are means over numbers": ("log_prob", lambda old, *inputs: old(*inputs) / 2),
+    "log-probabilities lack a constant": ("log_prob", lambda old, *inputs: old(*inputs) + 0.1),
+    "a wider policy is drawn from": ("sample", wider),
+    "a wider policy is learnt": ("policy", wider_to_learn),
+    "both numbers have the same noise": (
+        "sample", lambda sample, policy: policy[..., :2] + policy[..., 2:].exp() * torch.randn(len(policy), 1)
+    ),
+    "one of 20 actions is 0": ("sample", sometimes_at_random),
+    "the most likely actions are others": ("most_likely", lambda old, policy: old(policy).roll(1, -1)),
+    "the entropy lacks a factor": ("entropy", lambda entropy, policy: entropy(policy) - np.log(2 * np.pi)),
+    "the KL divergence is reversed": ("kl_divergence", lambda kl, old, new: kl(new, old)),
+}  # fmt: skip
+
+
+def two_actions():
+    """Return an agent of `ppo_continuous.py`, whose actions are two numbers, and observations."""
+    torch.manual_seed(1)
+    agent = ppo_continuous.Agent(ppo_continuous.Args(), gym.spaces.Box(-1, 1, (6,)), 2)
+    return agent, torch.randn(2, 6)
+
+
+@pytest.mark.parametrize("name", ["the script's Gaussian", "my_squashed.py", "my_beta.py"])
+def test_check_density_accepts_right_policies(name, recipe):
+    check_density = recipe("my_policy_test.py")["check_density"]
+    if name in PROGRAMS:
+        recipe(name)
+    check_density(*two_actions())
+
+
+@pytest.mark.parametrize("mistake", DENSITY_MISTAKES)
+def test_check_density_sees_mistakes_with_which_training_goes_on(mistake, recipe, monkeypatch):
+    check_density = recipe("my_policy_test.py")["check_density"]
+    name, replacement = DENSITY_MISTAKES[mistake]
+    owner = ppo_continuous.Agent if name == "policy" else ppo_continuous
+    function = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *inputs: replacement(function, *inputs))
+    with pytest.raises(AssertionError):
+        check_density(*two_actions())
 
 
 def text_with(words: str) -> str:
@@ -179,6 +259,24 @@ def test_agents_with_a_memory_act_as_they_learn(name, recipe):
         np.testing.assert_array_equal(policies.exp() > 1e-6, obs[..., :4] == 1)
 
 
+def test_a_loaded_policy_with_a_memory_acts_by_the_means(recipe, tmp_path):
+    """An action has the means of the learnt policy, here two. Each episode has a memory of its own."""
+    recipe("my_memory.py")
+    torch.manual_seed(1)
+    env = scripted_envs.Still(gym.spaces.Discrete(2))  # the recipe's space of a `Box` of two numbers
+    args = ppo_lstm.Args(hidden_size=8)
+    agent = ppo_lstm.Agent(args, env.observation_space, 2)
+    for parameter in agent.parameters():
+        parameter.data += 0.5 * torch.randn(parameter.shape)
+    torch.save({"args": vars(args), "agent": agent.state_dict()}, tmp_path / "checkpoint.pt")
+    act = ppo_lstm.load_policy(tmp_path / "checkpoint.pt", env)
+    obs, starts = torch.randn(12, 1, 2), torch.arange(12).unsqueeze(1) % 5 == 0
+    with torch.no_grad():
+        policies, _ = agent(agent.normalize(obs), starts, torch.zeros(2, 1, 8))
+    actions = [act(obs[t, 0].numpy(), bool(starts[t, 0])) for t in range(12)]
+    np.testing.assert_allclose(actions, policies[:, 0, :2], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("settings", [{"scale_actions": False}, {"env_id": "unbounded"}])
 def test_squashed_actions_without_scaled_bounds_are_refused(settings, recipe):
     """Otherwise, tanh would shrink the actions without a word."""
@@ -189,8 +287,46 @@ def test_squashed_actions_without_scaled_bounds_are_refused(settings, recipe):
         ppo_continuous.rescaler(gym.spaces.Box(-highest, highest, (2,)), args)
 
 
+def test_the_second_stream_of_rewards_never_ends(recipe):
+    """Its advantages are sums over all that follows in an environment, the episodes after included.
+
+    Novelty is that of the states that steps led to, the last one of an episode included.
+    """
+    recipe("my_rnd.py")
+    args = ppo.Args(env_id="user_envs:Walk-v0", num_envs=6, num_steps=11, norm_rewards=False)
+    envs = ppo.make_envs(args, 1)
+    torch.manual_seed(1)
+    agent = ppo.Agent(args, envs.single_observation_space, 3)
+    agent.obs_moments.update(2 + 3 * torch.randn(50, 3))
+    before, rollout = copy.deepcopy(agent), ppo.Rollout(args, 3)
+    rollout.current_obs, _ = envs.reset(seed=10)
+    ppo.collect_rollout(envs, agent, rollout, args)
+    first = copy.deepcopy(rollout)
+    batch = ppo.make_batch(agent, rollout, *ppo.normalize_rollout(agent, rollout, args), args)
+    ppo.collect_rollout(envs, agent, rollout, args)
+    ended = first.terminated | first.truncated
+    assert ended[:-1].any()
+    assert ended[-1].any()
+    assert not ended[-1].all()
+
+    exact = copy.deepcopy(before).double()
+    seen, led_to = (
+        torch.from_numpy(normalized(before, x))
+        for x in (np.concatenate([first.obs, rollout.obs[:1]]), first.next_obs)
+    )
+    values, novelty = float64(exact.curious_critic(seen).squeeze(-1)), float64(exact.novelty(led_to))
+    never, gae = np.zeros_like(ended), (args.gamma, args.gae_lambda)
+    curious = direct_gae(novelty / novelty.std(), values, never, never, *gae)
+    task_values, next_values = float64(exact.value(seen[:-1])), float64(exact.value(led_to))
+    task = direct_gae(first.rewards, task_values, first.terminated, first.truncated, *gae, next_values)
+    returns = curious + values[:-1]
+    np.testing.assert_allclose(batch.curious_returns, returns.flatten(), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(batch.advantages, (task + curious).flatten(), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(batch.next_obs, led_to.flatten(0, 1), atol=1e-5)
+
+
 class Leaves:
-    """The first of two agents leaves after two steps, with a reward of 5. The second stays for four."""
+    """The first of two agents is done after two steps, with a reward of 5. The second has four steps."""
 
     possible_agents, render_mode = ["first", "second"], None
 
@@ -214,25 +350,69 @@ class Leaves:
         over = {"first": self.time == 2, "second": self.time == 4}
         rewards = {name: 5.0 if name == "first" and over[name] else 1.0 for name in present}
         self.agents = [name for name in present if not over[name]]
-        no = dict.fromkeys(present, False)
-        return obs, rewards, {name: over[name] for name in present}, no, {name: {} for name in present}
+        terminated = {name: over[name] and name == "first" for name in present}
+        truncated = {name: over[name] and name == "second" for name in present}
+        return obs, rewards, terminated, truncated, {name: {} for name in present}
 
 
-def test_rows_of_agents_that_have_left_are_not_learnt_from_and_are_no_episode(recipe):
-    """A team resets when all of its agents have left."""
-    made = recipe("my_agents.py")
-    made["Team"].__init__.__globals__["Meeting"] = Leaves
+@pytest.fixture
+def leaves(recipe):
+    """Put teams whose first agent leaves into `my_agents.py`."""
+    recipe("my_agents.py")["Team"].__init__.__globals__["Meeting"] = Leaves
+
+
+def test_what_follows_when_an_agent_has_left_is_not_learnt_and_is_no_episode(leaves):
+    """A team resets when all of its agents have left. Statistics leave out agents that have left, too."""
     args = ppo.Args(num_envs=4, num_steps=11)
     envs = ppo.make_envs(args, 1)
-    rollout, agent = ppo.Rollout(args, 1, 2), ppo.Agent(args, envs.single_observation_space, 2)
-    rollout.obs[-1], _ = envs.reset(seed=1)
+    torch.manual_seed(1)
+    rollout, agent = ppo.Rollout(args, 1), ppo.Agent(args, envs.single_observation_space, 2)
+    before = copy.deepcopy(agent)
+    rollout.current_obs, _ = envs.reset(seed=1)
     episodes = ppo.collect_rollout(envs, agent, rollout, args)
-    assert sorted(episodes) == [(4.0, 4)] * 4 + [(6.0, 2)] * 4
-    first, second = rollout.valid[:, 0], rollout.valid[:, 1]
-    assert first.tolist() == [True, True, False, False, False] * 2 + [True]
-    assert second.tolist() == [True, True, True, True, False] * 2 + [True]
-    assert rollout.obs[:5, 1, 0].tolist() == [0, 1, 2, 3, 4]
-    assert rollout.obs[5, :, 0].tolist() == [0, 0, 0, 0]
+    assert sorted(episodes) == [(4.0, 4)] * 4 + [(6.0, 2)] * 6
+    batch = ppo.make_batch(agent, rollout, *ppo.normalize_rollout(agent, rollout, args), args)
+
+    gamma, decay = args.gamma, args.gamma * args.gae_lambda
+    value = [float64(before.value(torch.tensor([[float(time)]]))).item() for time in range(5)]
+    kinds = {"first": ([1.0, 5.0], 0), "second": ([1.0] * 4, 1)}  # rewards; whether V(s) counts at the end
+    rows, discounted = {}, []
+    for start in (0, 4, 8):
+        for name, (rewards, bootstraps) in kinds.items():
+            steps = min(len(rewards), 11 - start)
+            running = 0.0
+            for time in range(steps):
+                running = gamma * running + rewards[time]
+                discounted += 2 * [running]  # two teams
+                rows[start + time, name] = (start, time, steps, rewards, bootstraps)
+    scale, expected_obs, expected = np.std(discounted), [], []
+    for _, (_, time, steps, rewards, bootstraps) in sorted(rows.items()):
+        advantage = 0.0
+        for step in range(time, steps):
+            counts = 1 if step + 1 < len(rewards) else bootstraps
+            delta = rewards[step] / scale + gamma * counts * value[step + 1] - value[step]
+            advantage += decay ** (step - time) * delta
+        expected_obs.append(time)
+        expected.append(advantage)
+    # In each step, the agents of the first team come before those of the second.
+    order = sorted((t, team, name, i) for i, (t, name) in enumerate(sorted(rows)) for team in range(2))
+    chosen = [i for *_, i in order]
+    np.testing.assert_allclose(batch.obs[:, 0], np.take(expected_obs, chosen), atol=1e-6)
+    np.testing.assert_allclose(batch.advantages, np.take(expected, chosen), rtol=1e-4, atol=1e-5)
+    for moments, numbers in (agent.obs_moments, np.repeat(expected_obs, 2)), (
+        agent.return_moments, discounted
+    ):  # fmt: skip
+        assert moments.count == len(numbers) == 34
+        np.testing.assert_allclose(moments.mean, np.mean(numbers), rtol=1e-5)
+        np.testing.assert_allclose(moments.var, np.var(numbers), rtol=1e-5)
+
+
+def test_a_run_counts_the_steps_of_agents_that_are_there(leaves, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = ppo.Args(num_envs=4, num_steps=11, total_timesteps=30, eval_episodes=1)
+    results = ppo.train(args)
+    assert ppo.load_checkpoint(results["checkpoint"])[1]["state"]["global_step"] == 34
+    assert results["greedy_returns"].tolist() == [5.0]  # in four steps, means over two: 1, 3, 0.5 and 0.5
     with pytest.raises(ValueError, match="multiple of 2"):
         ppo.make_envs(ppo.Args(num_envs=3), 1)
 
@@ -255,7 +435,7 @@ for parameter in agent.parameters():
 obs, actions, noise = torch.randn(60, 3), torch.randn(60, 2), 0.1 * torch.randn(60, 4)
 old = agent.policy(obs).detach() + noise
 rest, parts = [torch.randn(60) for _ in range(4)], torch.tensor([[[5.0]], [[6.0]]]) + torch.randn(2, 60, 3)
-rows = slice(None) if count == 1 else slice(0, 23) if rank == 0 else slice(23, 60)
+rows = slice(None) if count == 1 else slice(0, 30) if rank == 0 else slice(30, 60)
 batch = ppo.Batch(*(column[rows] for column in (obs, actions, old, *rest)))
 state = ppo.State(1e-3, 0.2, 1.0, 0.0)
 optimizer = torch.optim.Adam(agent.parameters(), 1e-3, eps=1e-5)
@@ -270,7 +450,7 @@ if rank == 0:
 
 @pytest.mark.slow
 def test_two_processes_learn_like_one(tmp_path):
-    """Their parts of a batch have 23 and 37 transitions. The plain script learns from the whole batch."""
+    """Each has half of a batch. The plain script learns from the whole batch."""
     (tmp_path / "my_processes.py").write_text(PROGRAMS["my_processes.py"], encoding="utf-8")
     (tmp_path / "check.py").write_text(CHECK, encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -284,5 +464,5 @@ def test_two_processes_learn_like_one(tmp_path):
     assert steps == sum_of_steps == 60
     for name in one:
         torch.testing.assert_close(two[name], one[name], rtol=1e-5, atol=1e-6, msg=name)
-    for name in "grad_norm", "kl", "policy_loss", "value_loss", "first_approx_kl", "clipfrac", "std":
+    for name in "grad_norm", "kl", "policy_loss", "value_loss", "first_approx_kl", "clipfrac":
         assert others[name] == pytest.approx(metrics[name], rel=1e-4)
