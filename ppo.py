@@ -332,17 +332,18 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
     for t in range(args.num_steps):
         rollout.obs[t] = rollout.current_obs
         with torch.inference_mode():
-            obs = torch.as_tensor(rollout.obs[t], device=args.device)
+            obs = torch.tensor(rollout.obs[t], device=args.device)
             policy = agent.policy(agent.normalize(obs))
             action = sample(policy)
-        rollout.current_obs, rewards, terminated, truncated, infos = envs.step(action.cpu().numpy())
+        env_action = action.cpu().numpy().copy()  # which an environment may change
+        rollout.current_obs, rewards, terminated, truncated, infos = envs.step(env_action)
         policies.append(policy)
         actions.append(action)
         rollout.next_obs[t], rollout.rewards[t] = rollout.current_obs, rewards
         rollout.terminated[t], rollout.truncated[t] = terminated, truncated
         rollout.episode_returns += rewards
         rollout.episode_lengths += 1
-        for n in np.flatnonzero(terminated | truncated):
+        for n in np.flatnonzero(rollout.terminated[t] | rollout.truncated[t]):
             rollout.next_obs[t, n] = infos["final_obs"][n]
             episodes.append((float(rollout.episode_returns[n]), int(rollout.episode_lengths[n])))
             rollout.episode_returns[n] = rollout.episode_lengths[n] = 0
@@ -498,7 +499,7 @@ def train(args: Args) -> dict:
         vars(state).update(saved["state"])
     envs = make_envs(args, seed_everything(args.seed, state.global_step))
     if envs.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
-        raise ValueError("the environments must reset in the same step: see Rollout")
+        raise ValueError('the environments must reset in the same step: set metadata["autoreset_mode"]')
     env_seed = seed_everything(args.seed, state.global_step)  # again: environments may have drawn numbers
     obs_space, num_actions = envs.single_observation_space, int(envs.single_action_space.n)
     agent = Agent(args, obs_space, num_actions).to(args.device)
@@ -664,7 +665,8 @@ class DropInfo(gym.Wrapper):
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         obs, reward, terminated, truncated, _ = self.env.step(action)
-        return obs, to_float(reward), terminated, truncated, {}
+        # Plain values: an environment may reuse arrays, and its reset overwrite them.
+        return obs, to_float(reward), bool(terminated), bool(truncated), {}
 
 
 def to_float(reward: Any) -> float:

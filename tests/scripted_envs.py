@@ -32,7 +32,8 @@ def observation(key, episode, step, last_action):
 class Scripted(gym.Env):
     """It follows the script, with discrete actions.
 
-    With `one_array`, it writes each observation, also that of a reset, into the array it returned before.
+    With `one_array`, it writes each observation, also that of a reset, into the array it returned before, and
+    reuses two arrays for the ends.
     """
 
     observation_space = spaces.Box(-np.inf, np.inf, (4,))
@@ -40,6 +41,7 @@ class Scripted(gym.Env):
 
     def __init__(self, one_array=False):
         self.array = np.zeros(self.observation_space.shape, np.float32) if one_array else None
+        self.ends = np.zeros(2, bool)
 
     def observe(self, action):
         obs = observation(self.key, self.episode, self.step_count, action)
@@ -52,6 +54,7 @@ class Scripted(gym.Env):
         if seed is not None:
             self.key, self.episode = seed % 1000, -1
         self.episode, self.step_count = self.episode + 1, 0
+        self.ends[:] = False
         return self.observe(-np.ones(self.action_space.shape)), {}
 
     def step(self, action):
@@ -59,7 +62,8 @@ class Scripted(gym.Env):
         value = reward(self.key, self.episode, self.step_count, action)
         self.step_count += 1
         over = self.step_count == length(self.key, self.episode)
-        ends = ending(self.key, self.episode) if over else (False, False)
+        self.ends[:] = ending(self.key, self.episode) if over else (False, False)
+        ends = self.ends.tolist() if self.array is None else (self.ends[0, ...], self.ends[1, ...])
         return self.observe(action), value, *ends, {}
 
 

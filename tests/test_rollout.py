@@ -14,7 +14,7 @@ from helpers import CONTINUOUS, DISCRETE, RewardScale, direct_gae, each_script, 
 
 KEY, STEPS, ROLLOUTS = 10, 5, 12
 SCRIPTED, BOX = DISCRETE.env_id, CONTINUOUS.env_id
-ONE_ARRAY = '{"one_array": true}'  # an environment that reuses one array for all its observations
+ONE_ARRAY = '{"one_array": true}'  # an environment that reuses its arrays of observations and ends
 VARIANTS = {  # script, settings, type of the environments
     "sync": (DISCRETE, {"env_id": SCRIPTED}, "SyncVectorEnv"),
     "async": (DISCRETE, {"env_id": SCRIPTED, "async_envs": True}, "AsyncVectorEnv"),
@@ -162,6 +162,26 @@ def test_a_batch_stays_as_it_is_while_the_next_rollout_is_collected(case, norm_o
     envs.close()
     assert all(torch.equal(x, y) for x, y in zip(kept, before, strict=True))
     assert not torch.equal(batch.obs, kept[0].flatten(0, 1))
+
+
+@each_script
+def test_a_rollout_has_the_actions_that_were_drawn_although_environments_change_theirs(case):
+    args = case.make_args(env_id=case.env_id, num_steps=STEPS)
+    envs, agent, rollout = case.begin(args)
+    step, given = envs.step, []
+
+    def step_and_change(actions):
+        given.append(actions.copy())
+        result = step(actions)
+        actions[...] = 0
+        return result
+
+    envs.step = step_and_change
+    case.script.collect_rollout(envs, agent, rollout, args)
+    envs.close()
+    actions = received(case, rollout.actions.numpy())
+    assert np.abs(actions).max() > 0
+    np.testing.assert_allclose(actions, np.stack(given), rtol=1e-6)
 
 
 def assert_sampled(case, agent, rollouts):
