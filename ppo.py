@@ -180,7 +180,8 @@ class Agent(nn.Module):
 
     def policy(self, obs: Tensor) -> Tensor:
         """π(·|s), as log-probabilities [..., A], for normalised observations [..., D]."""
-        # To forbid an action, set its logit to -1e8 here: with -inf, the entropy would be NaN.
+        # To forbid an action, set its logit to -1e8 here: with -inf, the entropy would be NaN. A mask in the
+        # observation needs the bounds 0 and 1, or it is normalised.
         return torch.log_softmax(self.actor(obs), -1)
 
     def value(self, obs: Tensor) -> Tensor:
@@ -382,7 +383,8 @@ def make_batch(
 ) -> Batch:
     """The transitions of a rollout, with values and advantages of the current critic.
 
-    `obs`, `next_obs` and `rewards` are what `normalize_rollout` returned.
+    `obs`, `next_obs` and `rewards` are what `normalize_rollout` returned. Where the task ended an episode,
+    `next_obs` may be NaN.
     """
     tensor = partial(torch.as_tensor, device=args.device)
     values, next_values = agent.value(obs), agent.value(next_obs)
@@ -441,7 +443,7 @@ def update(
 
 def batch_metrics(batch: Batch, args: Args, state: State) -> dict[str, float]:
     """The coefficients, how well V_old predicts the returns, and the share of rewards that are clipped."""
-    errors = batch.advantages  # the critic's errors: return - V_old(s)
+    errors = batch.returns - batch.old_values  # of the critic
     metrics = {
         "charts/learning_rate": state.learning_rate,
         "charts/clip_coef": state.clip_coef,
@@ -658,7 +660,11 @@ def make_env(args: Args, **kwargs) -> gym.Env:
 
 
 class DropInfo(gym.Wrapper):
-    """Drops the info, which nothing here reads: joining it is slow, and fails where types differ."""
+    """Drops the info, which nothing here reads: joining it is slow, and fails where types differ.
+
+    To use a number of it, return it in `step`, and as 0 in `reset`. In `collect_rollout`, it is then in
+    `infos`, but where an episode ended, `infos` is of the reset, and `infos["final_info"]` of the last step.
+    """
 
     def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
         return self.env.reset(**kwargs)[0], {}
@@ -675,7 +681,10 @@ def to_float(reward: Any) -> float:
 
 
 def make_envs(args: Args, seed: int) -> VectorEnv:
-    """N environments, here or in a process each. Observations are flat: the parts of a dict, in its order."""
+    """N environments, here or in a process each, with flat observations.
+
+    The parts of a `Dict` are in the order of its space, which is alphabetical if it was made of a plain dict.
+    """
     main_process = os.getpid()
     on_sigterm = signal.SIG_IGN if signal.getsignal(signal.SIGTERM) is stop else signal.SIG_DFL
 

@@ -197,6 +197,8 @@ class Agent(nn.Module):
 
     def heads(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """π(·|h) [..., A], as log-probabilities, and V(h) [...], from what `remember` gives [..., H]."""
+        # To forbid an action, set its logit to -1e8 in `step` and `forward`, which have the observation. A
+        # mask in it needs the bounds 0 and 1, or it is normalised.
         return torch.log_softmax(self.actor(features), -1), self.critic(features).squeeze(-1)
 
     def step(self, obs: Tensor, starts: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -298,6 +300,7 @@ class Batch(NamedTuple):
     memory: Tensor  # [M, N, H], the memory before the first row
     actions: Tensor  # [T, N]
     old_policy: Tensor  # [T, N, A], π_old(·|h) as log-probabilities
+    old_values: Tensor  # [T, N], V_old(h)
     advantages: Tensor  # [T, N]
     returns: Tensor  # [T, N]
     rewards: Tensor  # [T, N], scaled
@@ -460,6 +463,7 @@ def make_batch(rollout: Rollout, obs: Tensor, rewards: Tensor, args: Args) -> Ba
         memory=rollout.first_memory,
         actions=rollout.actions,
         old_policy=rollout.policies,
+        old_values=rollout.values,
         advantages=advantages,
         returns=returns,
         rewards=rewards,
@@ -500,7 +504,7 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, state: State
 
 def batch_metrics(batch: Batch, args: Args, state: State) -> dict[str, float]:
     """The learning rate, how well V_old predicts the returns, and the share of rewards that are clipped."""
-    errors = batch.advantages  # the critic's errors: return - V_old(h)
+    errors = batch.returns - batch.old_values  # of the critic
     metrics = {
         "charts/learning_rate": state.learning_rate,
         "explained_variance": 1 - (errors.var(correction=0) / batch.returns.var(correction=0)).item(),
@@ -662,7 +666,11 @@ def make_env(args: Args, **kwargs) -> gym.Env:
 
 
 class DropInfo(gym.Wrapper):
-    """Drops the info, which nothing here reads: joining it is slow, and fails where types differ."""
+    """Drops the info, which nothing here reads: joining it is slow, and fails where types differ.
+
+    To use a number of it, return it in `step`, and as 0 in `reset`. In `collect_rollout`, it is then in
+    `infos`, but where an episode ended, `infos` is of the reset, and `infos["final_info"]` of the last step.
+    """
 
     def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
         return self.env.reset(**kwargs)[0], {}
@@ -679,7 +687,10 @@ def to_float(reward: Any) -> float:
 
 
 def make_envs(args: Args, seed: int) -> VectorEnv:
-    """N environments, here or in a process each. Observations are flat: the parts of a dict, in its order."""
+    """N environments, here or in a process each, with flat observations.
+
+    The parts of a `Dict` are in the order of its space, which is alphabetical if it was made of a plain dict.
+    """
     main_process = os.getpid()
     on_sigterm = signal.SIG_IGN if signal.getsignal(signal.SIGTERM) is stop else signal.SIG_DFL
 
