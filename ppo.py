@@ -181,7 +181,7 @@ class Agent(nn.Module):
     def policy(self, obs: Tensor) -> Tensor:
         """π(·|s), as log-probabilities [..., A], for normalised observations [..., D]."""
         # To forbid an action, set its logit to -1e8 here: with -inf, the entropy would be NaN. A mask in the
-        # observation needs the bounds 0 and 1, or it is normalised.
+        # observation must have the bounds 0 and 1, otherwise it is normalised.
         return torch.log_softmax(self.actor(obs), -1)
 
     def value(self, obs: Tensor) -> Tensor:
@@ -192,11 +192,11 @@ class Agent(nn.Module):
 # ------------------------------------------------- Equations ------------------------------------------------
 
 
-# A policy is `Agent.policy` and these five functions. For another distribution, change these alone.
+# `Agent.policy` and these five functions are all that knows the distribution of actions.
 
 
 def sample(log_policy: Tensor) -> Tensor:
-    """Actions [N] from π(·|s) [N, A]: argmax of π(a) / e_a with e_a ~ Exp(1), as torch.multinomial has it."""
+    """Actions [N] from π(·|s) [N, A]: argmax of π(a) / e_a with e_a ~ Exp(1), as torch.multinomial does."""
     return (log_policy.exp() / torch.empty_like(log_policy).exponential_()).argmax(-1)
 
 
@@ -237,7 +237,7 @@ def compute_gae(
     deltas = rewards + gamma * next_values - values
     discounts = gamma * gae_lambda * ~(terminated | truncated)
     advantages = torch.zeros_like(deltas)
-    advantage = torch.zeros_like(deltas[0])  # nothing is known after the rollout but V(s_T)
+    advantage = torch.zeros_like(deltas[0])  # A_T = 0: what follows the rollout is in V(s_T)
     for t in reversed(range(len(deltas))):
         advantage = deltas[t] + discounts[t] * advantage
         advantages[t] = advantage
@@ -322,7 +322,7 @@ class Rollout:
         self.actions: Tensor  # a_t [T, N, ...], as `sample` draws it
         self.rewards = np.zeros(shape)  # r_t, in float64: returns are sums of them
         self.terminated, self.truncated = np.zeros(shape, bool), np.zeros(shape, bool)
-        # Of the unfinished episode in each environment, so far
+        # So far, of the unfinished episode in each environment:
         self.episode_returns, self.episode_lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
         self.discounted_returns = np.zeros(args.num_envs)
 
@@ -336,7 +336,7 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
             obs = torch.tensor(rollout.obs[t], device=args.device)
             policy = agent.policy(agent.normalize(obs))
             action = sample(policy)
-        env_action = action.cpu().numpy().copy()  # which an environment may change
+        env_action = action.cpu().numpy().copy()  # a copy: environments may change it in place
         rollout.current_obs, rewards, terminated, truncated, infos = envs.step(env_action)
         policies.append(policy)
         actions.append(action)
@@ -501,7 +501,7 @@ def train(args: Args) -> dict:
         vars(state).update(saved["state"])
     envs = make_envs(args, seed_everything(args.seed, state.global_step))
     if envs.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
-        raise ValueError('the environments must reset in the same step: set metadata["autoreset_mode"]')
+        raise ValueError("the environments must reset in the same step: see AutoresetMode.SAME_STEP")
     env_seed = seed_everything(args.seed, state.global_step)  # again: environments may have drawn numbers
     obs_space, num_actions = envs.single_observation_space, int(envs.single_action_space.n)
     agent = Agent(args, obs_space, num_actions).to(args.device)
@@ -662,8 +662,8 @@ def make_env(args: Args, **kwargs) -> gym.Env:
 class DropInfo(gym.Wrapper):
     """Drops the info, which nothing here reads: joining it is slow, and fails where types differ.
 
-    To use a number of it, return it in `step`, and as 0 in `reset`. In `collect_rollout`, it is then in
-    `infos`, but where an episode ended, `infos` is of the reset, and `infos["final_info"]` of the last step.
+    To use one of its numbers, return it in `step`, and 0 in `reset`. `collect_rollout` then finds it in
+    `infos`; where an episode ended, that is the reset's 0, and the last step's is in `infos["final_info"]`.
     """
 
     def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
@@ -671,7 +671,7 @@ class DropInfo(gym.Wrapper):
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         obs, reward, terminated, truncated, _ = self.env.step(action)
-        # Plain values: an environment may reuse arrays, and its reset overwrite them.
+        # Plain values, since the reset may overwrite arrays that the environment reuses.
         return obs, to_float(reward), bool(terminated), bool(truncated), {}
 
 
@@ -683,7 +683,7 @@ def to_float(reward: Any) -> float:
 def make_envs(args: Args, seed: int) -> VectorEnv:
     """N environments, here or in a process each, with flat observations.
 
-    The parts of a `Dict` are in the order of its space, which is alphabetical if it was made of a plain dict.
+    The parts of a `Dict` are in the order of its space: alphabetical, if it was made from a plain dict.
     """
     main_process = os.getpid()
     on_sigterm = signal.SIG_IGN if signal.getsignal(signal.SIGTERM) is stop else signal.SIG_DFL
@@ -693,7 +693,7 @@ def make_envs(args: Args, seed: int) -> VectorEnv:
         if os.getpid() != main_process:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains
             signal.signal(signal.SIGTERM, on_sigterm)
-        # FlattenObservation copies: an environment may reuse its array, and its reset overwrite `final_obs`.
+        # FlattenObservation copies, so a reset cannot overwrite `final_obs` in an array that is reused.
         return DropInfo(gym.wrappers.FlattenObservation(make_env(args)))
 
     vectorize = AsyncVectorEnv if args.async_envs else SyncVectorEnv

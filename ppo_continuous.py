@@ -210,8 +210,8 @@ class Agent(nn.Module):
 # ------------------------------------------------- Equations ------------------------------------------------
 
 
-# A policy is `Agent.policy` and these five functions. For another distribution, change these, and the
-# networks of `Agent`. Actions from -1 to 1 are the environment's range: see `rescaler`.
+# `Agent.policy` and these five functions are all that knows the distribution of actions, but for `log_std`,
+# which `train` and `update` limit. With --scale-actions, `rescaler` maps actions from -1 to 1 to the bounds.
 
 
 def sample(policy: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ def compute_gae(
     deltas = rewards + gamma * next_values - values
     discounts = gamma * gae_lambda * ~(terminated | truncated)
     advantages = torch.zeros_like(deltas)
-    advantage = torch.zeros_like(deltas[0])  # nothing is known after the rollout but V(s_T)
+    advantage = torch.zeros_like(deltas[0])  # A_T = 0: what follows the rollout is in V(s_T)
     for t in reversed(range(len(deltas))):
         advantage = deltas[t] + discounts[t] * advantage
         advantages[t] = advantage
@@ -349,7 +349,7 @@ class Rollout:
         self.actions: Tensor  # a_t [T, N, ...], as `sample` draws it
         self.rewards = np.zeros(shape)  # r_t, in float64: returns are sums of them
         self.terminated, self.truncated = np.zeros(shape, bool), np.zeros(shape, bool)
-        # Of the unfinished episode in each environment, so far
+        # So far, of the unfinished episode in each environment:
         self.episode_returns, self.episode_lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
         self.discounted_returns = np.zeros(args.num_envs)
 
@@ -476,7 +476,7 @@ def update(
 def batch_metrics(batch: Batch, args: Args, state: State) -> dict[str, float]:
     """The coefficients, σ, how well V_old predicts the returns, and the share of rewards that are clipped."""
     errors = batch.returns - batch.old_values  # of the critic
-    # The root mean square of these is σ, if the policy is Gaussian.
+    # For a Gaussian policy, their root mean square estimates σ.
     deviations = batch.actions - most_likely(batch.old_policy)
     metrics = {
         "charts/learning_rate": state.learning_rate,
@@ -536,7 +536,7 @@ def train(args: Args) -> dict:
         vars(state).update(saved["state"])
     envs = make_envs(args, seed_everything(args.seed, state.global_step))
     if envs.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
-        raise ValueError('the environments must reset in the same step: set metadata["autoreset_mode"]')
+        raise ValueError("the environments must reset in the same step: see AutoresetMode.SAME_STEP")
     env_seed = seed_everything(args.seed, state.global_step)  # again: environments may have drawn numbers
     obs_space, action_size = envs.single_observation_space, envs.single_action_space.shape[0]
     agent = Agent(args, obs_space, action_size).to(args.device)
@@ -706,8 +706,8 @@ def make_env(args: Args, **kwargs) -> gym.Env:
 class DropInfo(gym.Wrapper):
     """Drops the info, which nothing here reads: joining it is slow, and fails where types differ.
 
-    To use a number of it, return it in `step`, and as 0 in `reset`. In `collect_rollout`, it is then in
-    `infos`, but where an episode ended, `infos` is of the reset, and `infos["final_info"]` of the last step.
+    To use one of its numbers, return it in `step`, and 0 in `reset`. `collect_rollout` then finds it in
+    `infos`; where an episode ended, that is the reset's 0, and the last step's is in `infos["final_info"]`.
     """
 
     def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
@@ -715,7 +715,7 @@ class DropInfo(gym.Wrapper):
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         obs, reward, terminated, truncated, _ = self.env.step(action)
-        # Plain values: an environment may reuse arrays, and its reset overwrite them.
+        # Plain values, since the reset may overwrite arrays that the environment reuses.
         return obs, to_float(reward), bool(terminated), bool(truncated), {}
 
 
@@ -727,7 +727,7 @@ def to_float(reward: Any) -> float:
 def make_envs(args: Args, seed: int) -> VectorEnv:
     """N environments, here or in a process each, with flat observations.
 
-    The parts of a `Dict` are in the order of its space, which is alphabetical if it was made of a plain dict.
+    The parts of a `Dict` are in the order of its space: alphabetical, if it was made from a plain dict.
     """
     main_process = os.getpid()
     on_sigterm = signal.SIG_IGN if signal.getsignal(signal.SIGTERM) is stop else signal.SIG_DFL
@@ -737,7 +737,7 @@ def make_envs(args: Args, seed: int) -> VectorEnv:
         if os.getpid() != main_process:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains
             signal.signal(signal.SIGTERM, on_sigterm)
-        # FlattenObservation copies: an environment may reuse its array, and its reset overwrite `final_obs`.
+        # FlattenObservation copies, so a reset cannot overwrite `final_obs` in an array that is reused.
         return DropInfo(gym.wrappers.FlattenObservation(make_env(args)))
 
     vectorize = AsyncVectorEnv if args.async_envs else SyncVectorEnv

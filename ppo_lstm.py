@@ -198,7 +198,7 @@ class Agent(nn.Module):
     def heads(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """π(·|h) [..., A], as log-probabilities, and V(h) [...], from what `remember` gives [..., H]."""
         # To forbid an action, set its logit to -1e8 in `step` and `forward`, which have the observation. A
-        # mask in it needs the bounds 0 and 1, or it is normalised.
+        # mask in it must have the bounds 0 and 1, otherwise it is normalised.
         return torch.log_softmax(self.actor(features), -1), self.critic(features).squeeze(-1)
 
     def step(self, obs: Tensor, starts: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -219,14 +219,14 @@ class Agent(nn.Module):
         x = self.encoder(obs)
         initial = memory.new_zeros(len(memory), int(sequence.max()) + 1, x.shape[-1])
         initial[:, sequence[0]] = torch.where(starts[0].unsqueeze(-1), 0, memory)
-        # Sequences of similar length are padded together, to the next power of two: at most to the double.
+        # Sequences of similar length are padded together, to the next power of two.
         lengths = sequence.flatten().bincount()
         padded_lengths = 2 ** lengths.float().log2().ceil().int()
         features = torch.zeros_like(x)
         for length in padded_lengths.unique().tolist():
-            chosen = padded_lengths == length  # of the sequences
-            rows = chosen[sequence]  # of these sequences, [T, N]
-            column = chosen.cumsum(0) - 1  # of a chosen sequence, in `padded`
+            chosen = padded_lengths == length  # which sequences have this padded length
+            rows = chosen[sequence]  # [T, N], which rows belong to them
+            column = chosen.cumsum(0) - 1  # of each chosen sequence in `padded`
             places = position[rows], column[sequence[rows]]
             padded = x.new_zeros(length, int(chosen.sum()), x.shape[-1]).index_put(places, x[rows])
             outputs, _ = self.remember(padded, initial[:, chosen])
@@ -237,11 +237,11 @@ class Agent(nn.Module):
 # ------------------------------------------------- Equations ------------------------------------------------
 
 
-# A policy is `Agent.heads` and these five functions. For another distribution, change these alone.
+# `Agent.heads` and these five functions are all that knows the distribution of actions.
 
 
 def sample(log_policy: Tensor) -> Tensor:
-    """Actions [N] from π(·|s) [N, A]: argmax of π(a) / e_a with e_a ~ Exp(1), as torch.multinomial has it."""
+    """Actions [N] from π(·|s) [N, A]: argmax of π(a) / e_a with e_a ~ Exp(1), as torch.multinomial does."""
     return (log_policy.exp() / torch.empty_like(log_policy).exponential_()).argmax(-1)
 
 
@@ -282,7 +282,7 @@ def compute_gae(
     deltas = rewards + gamma * next_values - values
     discounts = gamma * gae_lambda * ~(terminated | truncated)
     advantages = torch.zeros_like(deltas)
-    advantage = torch.zeros_like(deltas[0])  # nothing is known after the rollout but V(s_T)
+    advantage = torch.zeros_like(deltas[0])  # A_T = 0: what follows the rollout is in V(s_T)
     for t in reversed(range(len(deltas))):
         advantage = deltas[t] + discounts[t] * advantage
         advantages[t] = advantage
@@ -357,7 +357,7 @@ class Rollout:
         shape = args.num_steps, args.num_envs
         memory_shape = MEMORY_VECTORS[args.cell], args.num_envs, args.hidden_size
         self.current_obs = np.zeros((args.num_envs, obs_size), np.float32)  # what the next step acts on
-        self.current_starts = np.ones(args.num_envs, bool)  # whether that is the first state of an episode
+        self.current_starts = np.ones(args.num_envs, bool)  # true where it is the first of an episode
         self.current_memory = torch.zeros(memory_shape, device=args.device)  # the memory before it
         self.first_memory = self.current_memory  # the memory before obs[0]
         self.obs = np.zeros((*shape, obs_size), np.float32)  # s_t
@@ -369,7 +369,7 @@ class Rollout:
         self.next_values: Tensor  # V(h_{t+1}) [T, N], also where step t ended the episode
         self.rewards = np.zeros(shape)  # r_t, in float64: returns are sums of them
         self.terminated, self.truncated = np.zeros(shape, bool), np.zeros(shape, bool)
-        # Of the unfinished episode in each environment, so far
+        # So far, of the unfinished episode in each environment:
         self.episode_returns, self.episode_lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
         self.discounted_returns = np.zeros(args.num_envs)
 
@@ -385,7 +385,7 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
             obs, starts = agent.normalize(tensor(rollout.obs[t])), tensor(rollout.starts[t])
             policy, value, memory = agent.step(obs, starts, memory)
             action = sample(policy)
-        env_action = action.cpu().numpy().copy()  # which an environment may change
+        env_action = action.cpu().numpy().copy()  # a copy: environments may change it in place
         rollout.current_obs, rewards, terminated, truncated, infos = envs.step(env_action)
         policies.append(policy)
         actions.append(action)
@@ -531,7 +531,7 @@ def train(args: Args) -> dict:
         vars(state).update(saved["state"])
     envs = make_envs(args, seed_everything(args.seed, state.global_step))
     if envs.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
-        raise ValueError('the environments must reset in the same step: set metadata["autoreset_mode"]')
+        raise ValueError("the environments must reset in the same step: see AutoresetMode.SAME_STEP")
     env_seed = seed_everything(args.seed, state.global_step)  # again: environments may have drawn numbers
     obs_space, num_actions = envs.single_observation_space, int(envs.single_action_space.n)
     agent = Agent(args, obs_space, num_actions).to(args.device)
@@ -548,7 +548,7 @@ def train(args: Args) -> dict:
         remaining = 1 - state.global_step / args.total_timesteps
         state.learning_rate = args.learning_rate * (remaining if args.anneal_lr else 1)
         episodes = collect_rollout(envs, agent, rollout, args)
-        obs, _, rewards = normalize_rollout(agent, rollout, args)
+        obs, _, rewards = normalize_rollout(agent, rollout, args)  # V(h_{t+1}) is in the rollout
         batch = make_batch(rollout, obs, rewards, args)
         metrics = update(agent, optimizer, batch, args, state)
         state.global_step += args.num_steps * args.num_envs
@@ -668,8 +668,8 @@ def make_env(args: Args, **kwargs) -> gym.Env:
 class DropInfo(gym.Wrapper):
     """Drops the info, which nothing here reads: joining it is slow, and fails where types differ.
 
-    To use a number of it, return it in `step`, and as 0 in `reset`. In `collect_rollout`, it is then in
-    `infos`, but where an episode ended, `infos` is of the reset, and `infos["final_info"]` of the last step.
+    To use one of its numbers, return it in `step`, and 0 in `reset`. `collect_rollout` then finds it in
+    `infos`; where an episode ended, that is the reset's 0, and the last step's is in `infos["final_info"]`.
     """
 
     def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
@@ -677,7 +677,7 @@ class DropInfo(gym.Wrapper):
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         obs, reward, terminated, truncated, _ = self.env.step(action)
-        # Plain values: an environment may reuse arrays, and its reset overwrite them.
+        # Plain values, since the reset may overwrite arrays that the environment reuses.
         return obs, to_float(reward), bool(terminated), bool(truncated), {}
 
 
@@ -689,7 +689,7 @@ def to_float(reward: Any) -> float:
 def make_envs(args: Args, seed: int) -> VectorEnv:
     """N environments, here or in a process each, with flat observations.
 
-    The parts of a `Dict` are in the order of its space, which is alphabetical if it was made of a plain dict.
+    The parts of a `Dict` are in the order of its space: alphabetical, if it was made from a plain dict.
     """
     main_process = os.getpid()
     on_sigterm = signal.SIG_IGN if signal.getsignal(signal.SIGTERM) is stop else signal.SIG_DFL
@@ -699,7 +699,7 @@ def make_envs(args: Args, seed: int) -> VectorEnv:
         if os.getpid() != main_process:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains
             signal.signal(signal.SIGTERM, on_sigterm)
-        # FlattenObservation copies: an environment may reuse its array, and its reset overwrite `final_obs`.
+        # FlattenObservation copies, so a reset cannot overwrite `final_obs` in an array that is reused.
         return DropInfo(gym.wrappers.FlattenObservation(make_env(args)))
 
     vectorize = AsyncVectorEnv if args.async_envs else SyncVectorEnv

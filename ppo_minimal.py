@@ -5,7 +5,7 @@
 """Proximal Policy Optimization (PPO) in 200 lines, to read beside the paper.
 
     python ppo_minimal.py                           # solves CartPole in a minute
-    python ppo_minimal.py --env-id Acrobot-v1       # any environment with Discrete actions
+    python ppo_minimal.py --env-id Acrobot-v1       # any with Discrete actions, numbered from 0
     tensorboard --logdir runs                       # its curves
 
 This is the whole algorithm. `ppo.py` has the same equations, and adds normalisation of observations and

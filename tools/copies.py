@@ -4,8 +4,8 @@
     python tools/copies.py --fix    # write the original's version into the copies
 
 A unit is a function, a method, the rest of a class, or an assignment, at the top level of a script. Those of
-a script's original must stand in it word for word, but for those that `DIFFERENT` names, which differ on
-purpose or have no place there, and `EARLIER`, which are still to follow the original. Of the originals in
+a script's original must stand in it word for word, except those in `DIFFERENT`, which differ on purpose or
+have no place there, and those in `EARLIER`, which do not follow the original yet. Of the originals in
 `SHARED`, only the units named there are compared. Fields of settings are compared one by one, by name and
 type; their defaults and texts may differ. What a copied unit needs is imported, one name per line, which
 `ruff check --fix` joins to the other imports.
@@ -176,7 +176,7 @@ def main() -> None:
         for name in sorted(different & ours.keys() & theirs.keys()) if script in ORIGINALS else []:
             if cut(original, ours[name]) == cut(copy, theirs[name]):
                 drift = True
-                print(f"tools/copies.py: {name} of {script} is as in {source}: no list need name it")
+                print(f"tools/copies.py: {name} of {script} is as in {source}: remove it from the list")
     sys.exit(drift)
 
 
