@@ -385,34 +385,31 @@ MEMORY = [
     ),
 ]
 
-# Environments that reset in the same step, beside the rows before, with filler rows (version 0.2)
+# Environments that reset in the same step, beside runs of the script before, with filler rows
 FILLER_ROWS = "4c280a11394b6dec137c4da3b800bd21a33ab35e"
-CHEETAH_SHORT, HOPPER = ("HalfCheetah-v5", 300_000), ("Hopper-v5", 1_000_000)
+CHEETAH_SHORT, HOPPER, LUNAR = ("HalfCheetah-v5", 300_000), ("Hopper-v5", 1_000_000), CLASSIC[-1]
 LSTM_TASKS = [("PositionOnlyCartPole-v1", 100_000), ("Cue-v0", 100_000)]
 DISCRETE_TASKS = [task for task in CLASSIC if task != ("CartPole-v1", 500_000)]
-DISCRETE_RUNS = each(DISCRETE_TASKS, 5, first=201)
+BEFORE_DISCRETE = each([ACROBOT_LONG, LUNAR], 5, first=201)
+DISCRETE_RUNS = each(DISCRETE_TASKS, 5, first=201) + each([LUNAR], 5, first=206)
 MUJOCO_RUNS = each([HOPPER], 5, first=901) + each([CHEETAH_SHORT], 10)
-LAYOUT = [
-    Experiment("same-step", "the defaults", "ppo.py", DISCRETE_RUNS, LONG_EVALUATION),
-    Experiment("same-step-mujoco", "the defaults", "ppo_continuous.py", MUJOCO_RUNS, "--compile"),
-    Experiment(
-        "same-step-lstm", "the defaults", "ppo_lstm.py", each(LSTM_TASKS, 3, first=11), program="memory.py"
-    ),
-    Experiment(
-        "next-step",
-        "the defaults",
-        "ppo_continuous.py",
-        each([CHEETAH_SHORT], 10),
-        "--compile",
-        commit=FILLER_ROWS,
-    ),
+LAYOUT = []
+for name, script, plan, flags, commit in (
+    ("same-step", "ppo.py", DISCRETE_RUNS, LONG_EVALUATION, ""),
+    ("same-step-mujoco", "ppo_continuous.py", MUJOCO_RUNS, "--compile", ""),
+    ("next-step", "ppo.py", BEFORE_DISCRETE, LONG_EVALUATION, FILLER_ROWS),
+    ("next-step-mujoco", "ppo_continuous.py", each([CHEETAH_SHORT], 10), "--compile", FILLER_ROWS),
+):
+    LAYOUT.append(Experiment(name, "the defaults", script, plan, flags, commit=commit))
+plan = each(LSTM_TASKS, 3, first=11)
+LAYOUT.append(Experiment("same-step-lstm", "the defaults", "ppo_lstm.py", plan, program="memory.py"))
+BOTH_LAYOUTS = [  # experiments before and now, and their tasks
+    ("classic", "same-step", DISCRETE_TASKS),
+    ("next-step", "same-step", [ACROBOT_LONG, LUNAR]),
+    ("continuous", "same-step-mujoco", [HOPPER]),
+    ("next-step-mujoco", "same-step-mujoco", [CHEETAH_SHORT]),
+    ("memory-lstm", "same-step-lstm", LSTM_TASKS),
 ]
-BOTH_LAYOUTS = {  # task: experiments before and now
-    **dict.fromkeys(DISCRETE_TASKS, ("classic", "same-step")),
-    HOPPER: ("continuous", "same-step-mujoco"),
-    CHEETAH_SHORT: ("next-step", "same-step-mujoco"),
-    **dict.fromkeys(LSTM_TASKS, ("memory-lstm", "same-step-lstm")),
-}
 
 # Return against minutes
 TIMED = [("CartPole-v1", 100_000), ("LunarLander-v3", 1_000_000), ("HalfCheetah-v5", 300_000)]

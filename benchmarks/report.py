@@ -313,23 +313,20 @@ def comparison_table(
 def layout_table(results: pd.DataFrame) -> Iterator[Row]:
     """Returns with filler rows (before) and without (now), and P that a seed of now is better."""
     pairs: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {"training": [], "greedy": []}
-    for task, names in experiments.BOTH_LAYOUTS.items():
-        before, now = (select(results, name, task) for name in names)
-        row = {"environment, steps": name_of(task), "seeds": f"{len(before)}, {len(now)}"}
-        for kind, found in pairs.items():
-            scores = [runs[kind].dropna().to_numpy() for runs in (before, now)]
-            row |= {f"{kind} before": spread(scores[0]), f"{kind} now": spread(scores[1]), f"P, {kind}": ""}
-            if min(map(len, scores)):
-                found.append((scores[1], scores[0]))
-                better = bootstrap(
-                    scores[::-1], probability_of_improvement, n_resamples=2000, vectorized=False,
-                    method="percentile", rng=0,
-                ).confidence_interval  # fmt: skip
-                chance = probability_of_improvement(scores[1], scores[0])
-                row[f"P, {kind}"] = "{:.2f} [{:.2f}, {:.2f}]".format(chance, *better)
-        yield row
-    row = dict.fromkeys(row, "") | {"environment, steps": "all"}
-    yield row | {f"P, {kind}": mean_chance(found) for kind, found in pairs.items()}
+    for before, now, tasks in experiments.BOTH_LAYOUTS:
+        for task in tasks:
+            old, new = select(results, before, task), select(results, now, task)
+            row = {"environment, steps": name_of(task), "before": before, "seeds": f"{len(old)}, {len(new)}"}
+            for kind, found in pairs.items():
+                scores = new[kind].dropna().to_numpy(), old[kind].dropna().to_numpy()
+                row |= {f"{kind} before": spread(scores[1]), f"{kind} now": spread(scores[0])}
+                row[f"P, {kind}"] = mean_chance([scores]) if min(map(len, scores)) else ""
+                found += [scores] if min(map(len, scores)) else []
+            yield row
+    yield dict.fromkeys(row, "") | {
+        "environment, steps": "all",
+        **{f"P, {kind}": mean_chance(found) for kind, found in pairs.items()},
+    }
 
 
 def before_table(results: pd.DataFrame) -> Iterator[Row]:
