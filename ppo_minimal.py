@@ -67,7 +67,7 @@ class Agent(nn.Module):
 
 
 def mlp(inputs: int, outputs: int, last_gain: float) -> nn.Sequential:
-    """Two tanh layers and a linear one, with orthogonal weights and zero biases (not in [PPO])."""
+    """Two tanh layers and a linear one, as in [PPO]. Orthogonal weights and zero biases are not in [PPO]."""
     layers = nn.Linear(inputs, 64), nn.Linear(64, 64), nn.Linear(64, outputs)
     for layer, gain in zip(layers, (2**0.5, 2**0.5, last_gain), strict=True):
         nn.init.orthogonal_(layer.weight, gain)
@@ -85,7 +85,8 @@ def compute_gae(
     A_t = δ_t + γλ A_{t+1}, but no A_{t+1} if terminated or truncated: it is of the next episode
     return_t = A_t + V(s_t), the critic's target
 
-    A time limit (truncated) is not part of the task: more reward would have followed, so V(s_{t+1}) counts.
+    A time limit (truncated) is not part of the task: more reward would have followed, so V(s_{t+1}) counts,
+    unless the same step is terminated, too. [PPO] does not speak of time limits.
     """
     deltas = rewards + gamma * next_values * ~terminated - values
     ended = terminated | truncated
@@ -106,7 +107,7 @@ def ppo_loss(
     advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # not in [PPO]
 
     log_ratio = policy.log_prob(actions) - old_log_probs
-    ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s): 1, up to rounding, before the first gradient step
+    ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s): 1 in an iteration's first step, up to rounding
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     # -L^CLIP, equation 7. Where A > 0 and ratio > 1 + ε, or A < 0 and ratio < 1 - ε, min takes the clipped
     # term, a constant: no gradient. Beyond the other limit it takes the other term, which pulls back.
@@ -146,7 +147,7 @@ def train(args: Args) -> Agent:
     next_obs = torch.zeros(*shape, obs_size)  # s_{t+1}, also where it is the last of an episode
     terminated = torch.zeros(shape, dtype=torch.bool)  # the task ended the episode at s_{t+1}
     truncated = torch.zeros(shape, dtype=torch.bool)  # a time limit ended it there
-    current_obs, _ = envs.reset(seed=args.seed)
+    current_obs, _ = envs.reset(seed=args.seed)  # environment n gets seed + n
     episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs)  # so far
     episodes = []  # return (sum of rewards) and length of each that ended
 
