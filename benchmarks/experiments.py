@@ -390,8 +390,8 @@ FILLER_ROWS = "4c280a11394b6dec137c4da3b800bd21a33ab35e"
 CHEETAH_SHORT, HOPPER, LUNAR = ("HalfCheetah-v5", 300_000), ("Hopper-v5", 1_000_000), CLASSIC[-1]
 LSTM_TASKS = [("PositionOnlyCartPole-v1", 100_000), ("Cue-v0", 100_000)]
 DISCRETE_TASKS = [task for task in CLASSIC if task != ("CartPole-v1", 500_000)]
-BEFORE_DISCRETE = each([ACROBOT_LONG, LUNAR], 5, first=201)
-DISCRETE_RUNS = each(DISCRETE_TASKS, 5, first=201) + each([LUNAR], 5, first=206)
+BEFORE_DISCRETE = each([ACROBOT_LONG], 10, first=201) + each([LUNAR], 5, first=201)
+DISCRETE_RUNS = each(DISCRETE_TASKS, 5, first=201) + each([ACROBOT_LONG, LUNAR], 5, first=206)
 MUJOCO_RUNS = each([HOPPER], 5, first=901) + each([CHEETAH_SHORT], 10)
 LAYOUT = []
 for name, script, plan, flags, commit in (
