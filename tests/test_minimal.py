@@ -15,6 +15,7 @@ import ppo_minimal
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Acrobot-v1"])  # ended by the task, and by a time limit
 def test_the_page_and_the_script_learn_the_same_weights(env_id, tmp_path, monkeypatch):
     """From one seed, both meet the same episodes. Five iterations are 200 gradient steps."""
