@@ -8,7 +8,7 @@
 
     python ppo_continuous.py --env-id Pendulum-v1 --total-timesteps 1e5
     python ppo_continuous.py --env-id Ant-v5 --env-kwargs '{"include_cfrc_ext_in_observation": false}'
-    python ppo_continuous.py --evaluate runs/<run>/checkpoint.pt --capture-video
+    python ppo_continuous.py --evaluate latest --capture-video
 
 It trains on any Gymnasium environment with `Box` actions [A] and observations that flatten to a vector.
 To use your own, register it and name it (`--env-id my_module:MyEnv-v0`), or change make_env.
@@ -41,23 +41,24 @@ Shapes: T steps per rollout, N environments, B = T x N transitions, D numbers pe
 
 import json
 import math
-import multiprocessing
 import os
 import pickle
 import random
 import re
+import shlex
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import IO, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -73,8 +74,9 @@ from torch.utils.tensorboard import SummaryWriter
 class Args:  # the trailing comments become --help
     exp_name: str = Path(sys.argv[0]).stem or "ppo_continuous"  # part of the run folder's name
     seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
-    resume: str | None = None  # resume from this checkpoint; flags override its settings
-    evaluate: str | None = None  # only evaluate this checkpoint, greedily
+    resume: str | None = None  # resume this checkpoint, or the latest; flags override its settings
+    evaluate: str | None = None  # only evaluate this checkpoint, or the latest, greedily
+    init: str | None = None  # begin a new run with the networks and normalisers of this checkpoint
     eval_episodes: int = 10  # episodes of an evaluation
     capture_video: bool = False  # record the evaluation in the run folder (needs moviepy)
     track: bool = False  # mirror TensorBoard to Weights & Biases, to its WANDB_PROJECT (needs wandb)
@@ -97,10 +99,10 @@ class Args:  # the trailing comments become --help
     update_epochs: int = 10  # K: passes over each rollout
     num_minibatches: int = 32  # minibatches per epoch, one gradient step each
     norm_adv: bool = False  # normalise the advantages of each minibatch to mean 0, standard deviation 1
-    recompute_advantages: bool = True  # by the current critic, before each epoch ([Study], §3.5)
-    surrogate: Literal["clip", "kl-penalty"] = "clip"  # clipped ratio ([PPO], §3) or KL penalty ([PPO], §4)
+    recompute_advantages: bool = True  # by the current critic, before each epoch
+    surrogate: Literal["clip", "kl-penalty"] = "clip"  # clipped ratio, or KL penalty
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
-    clip_vloss: bool = False  # also clip the change of the value to ±ε ([Matters], §3)
+    clip_vloss: bool = False  # also clip the change of the value to ±ε
     kl_coef: float = 1.0  # β: weight of the KL penalty
     adapt: Literal["none", "kl-coef", "clip-coef", "learning-rate"] = "learning-rate"  # adapt this to the KL
     desired_kl: float = 0.03  # KL divergence per iteration at which --adapt aims, in nats
@@ -111,24 +113,13 @@ class Args:  # the trailing comments become --help
     vf_coef: float = 0.25  # c₁: weight of the value loss, ½ (V - return)²
     max_grad_norm: float = 0.5  # clip the gradient to this global norm
     adam_beta2: float = 0.999  # Adam's β2; with 0.99, steps shrink sooner when gradients grow
-    norm_obs: bool = True  # normalise observations, unless bounded by 0 and 1, by running mean and std
-    norm_rewards: bool = True  # divide rewards by the running std of the discounted return ([Matters], §3)
+    norm_obs: bool = True  # normalise observations, except one-hot and binary ones, by running mean and std
+    norm_rewards: bool = True  # divide rewards by the running std of the discounted return
     scale_actions: bool = True  # -1 and 1 of the policy are the environment's bounds; off: its own units
     init_log_std: float = -1.0  # initial log σ; 0 is half of an action's range, or one unit without scaling
     min_log_std: float = -1.5  # lower limit of log σ: a narrow policy sees too little to learn from
     activation: Literal["tanh", "elu"] = "elu"  # activation function of the hidden layers
     hidden_size: int = 64  # width of the two hidden layers of the actor, and of the critic
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds plain Python numbers
-                setattr(self, name, value.item())
-            if isinstance(value, Path):
-                setattr(self, name, str(value))
-        for name in ("resume", "evaluate"):  # a run folder is accepted, too
-            path = getattr(self, name)
-            if path and Path(path).is_dir():
-                setattr(self, name, str(Path(path, "checkpoint.pt")))
 
 
 # Limits of the settings, both included. With more than 30 epochs, or ε above 0.3, the policy moves too far
@@ -178,17 +169,16 @@ class RunningMoments(nn.Module):
 class Agent(nn.Module):
     """Actor and critic, with the running statistics that normalise their inputs and the rewards."""
 
-    def __init__(self, args: Args, obs_space: gym.spaces.Box, action_size: int):
+    def __init__(self, args: Args, obs_space: gym.Space, action_size: int):
         super().__init__()
-        obs_size = obs_space.shape[0]
+        obs_size = gym.spaces.flatdim(obs_space)
         self.actor = mlp(obs_size, args.hidden_size, action_size, 0.01, args.activation)  # means near 0
         # The same in all states, and small at first ([Study], §3.2).
         self.log_std = nn.Parameter(args.init_log_std * torch.ones(action_size))
         self.critic = mlp(obs_size, args.hidden_size, 1, 1.0, args.activation)
         self.obs_moments, self.return_moments = RunningMoments(obs_size), RunningMoments(1)
         self.norm_obs = args.norm_obs
-        unit = (obs_space.low == 0) & (obs_space.high == 1)  # one-hot, for example: these stay as they are
-        self.unit_obs = nn.Buffer(torch.from_numpy(unit), persistent=False)
+        self.unit_obs = nn.Buffer(torch.from_numpy(find_unit_obs(obs_space)))  # these stay as they are
 
     def normalize(self, obs: Tensor) -> Tensor:
         """Raw observations [..., D] as the networks see them: (x - mean) / std within ±10, or unchanged."""
@@ -313,7 +303,7 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args, state: State) -> tuple[Tens
         policy_losses = state.kl_coef * kl_divergence(batch.old_policy, policy) - ratio * advantages
 
     value_losses = 0.5 * (values - batch.returns).square()
-    if args.clip_vloss:  # the larger of two losses: of V, and of V clipped to V_old ± ε
+    if args.clip_vloss:  # the larger of two losses: of V, and of V clipped to V_old ± ε ([Matters], §3)
         change = (values - batch.old_values).clamp(-state.clip_coef, state.clip_coef)
         value_losses = torch.max(value_losses, 0.5 * (batch.old_values + change - batch.returns).square())
 
@@ -373,13 +363,11 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
         rollout.episode_returns += rewards
         rollout.episode_lengths += 1
         for n in np.flatnonzero(rollout.terminated[t] | rollout.truncated[t]):
-            rollout.next_obs[t, n] = infos["final_obs"][n]
+            rollout.next_obs[t, n] = np.reshape(infos["final_obs"][n], rollout.obs.shape[-1])
             episodes.append((float(rollout.episode_returns[n]), int(rollout.episode_lengths[n])))
             rollout.episode_returns[n] = rollout.episode_lengths[n] = 0
     rollout.policies, rollout.actions = torch.stack(policies), torch.stack(actions)
-    counted = rollout.obs, rollout.next_obs[~rollout.terminated], rollout.rewards
-    if not all(np.isfinite(numbers).all() for numbers in counted):
-        raise FloatingPointError("a reward or an observation is NaN or infinite: look at the environment")
+    check_numbers(rollout)
     return episodes
 
 
@@ -440,7 +428,7 @@ def compute_gradients(agent: Agent, minibatch: Batch, args: Args, state: State) 
     loss, metrics = ppo_loss(agent, minibatch, args, state)
     loss.backward()
     metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-    return metrics
+    return {name: metric.detach() for name, metric in metrics.items()}
 
 
 def update(
@@ -452,11 +440,13 @@ def update(
     first batch, means over the gradient steps, and the KL divergence after the last.
     """
     metrics = batch_metrics(batch, args, state)
-    optimizer.param_groups[0]["lr"] = state.learning_rate
+    for group in optimizer.param_groups:
+        group["lr"] = state.learning_rate * group.get("lr_ratio", 1)
     steps = []  # metrics of each gradient step, still as tensors: reading them would wait for the GPU
     for epoch in range(args.update_epochs):
         if args.recompute_advantages and epoch > 0:
-            batch = remake()._replace(old_values=batch.old_values)  # V_old is that of the first epoch
+            # By the current critic ([Study], §3.5). V_old is that of the first epoch.
+            batch = remake()._replace(old_values=batch.old_values)
         order = torch.randperm(len(batch.obs)).to(args.device)
         for rows in order.tensor_split(args.num_minibatches):
             minibatch = Batch(*(column[rows] for column in batch))
@@ -474,20 +464,27 @@ def update(
 
 
 def batch_metrics(batch: Batch, args: Args, state: State) -> dict[str, float]:
-    """The coefficients, σ, how well V_old predicts the returns, and the share of rewards that are clipped."""
+    """The coefficients, σ, how well V_old predicts the returns, and the shares of numbers clipped to ±10.
+
+    Where all returns are equal, nothing is to be explained: the explained variance is NaN, and not logged.
+    """
     errors = batch.returns - batch.old_values  # of the critic
-    # For a Gaussian policy, their root mean square estimates σ.
+    variance, mean_square = batch.returns.var(correction=0), batch.returns.square().mean()
+    # For a Gaussian policy, the root mean square of these estimates σ.
     deviations = batch.actions - most_likely(batch.old_policy)
+    explained_variance = 1 - errors.var(correction=0) / variance
     metrics = {
         "charts/learning_rate": state.learning_rate,
         "charts/clip_coef": state.clip_coef,
         "charts/kl_coef": state.kl_coef,
         "charts/ent_coef": state.ent_coef,
         "std": deviations.square().mean().sqrt().item(),
-        "explained_variance": 1 - (errors.var(correction=0) / batch.returns.var(correction=0)).item(),
-        "critic_error": (errors.square().mean() / batch.returns.square().mean()).sqrt().item(),
+        "explained_variance": explained_variance.item() if variance > 1e-12 * mean_square else math.nan,
+        "critic_error": (errors.square().mean() / mean_square).sqrt().item(),
     }
-    if args.norm_rewards:  # where many are clipped, large rewards look the same
+    if args.norm_obs:  # where many are clipped, large ones look the same
+        metrics["obs_clipfrac"] = (batch.obs.abs() >= 10).float().mean().item()
+    if args.norm_rewards:
         metrics["reward_clipfrac"] = (batch.rewards.abs() >= 10).float().mean().item()
     return metrics
 
@@ -509,50 +506,61 @@ def adjust_coefficients(state: State, args: Args) -> None:
 
     kl_too_high, kl_too_low = state.kl > 1.5 * args.desired_kl, state.kl < args.desired_kl / 1.5
     if args.adapt == "kl-coef" and (kl_too_high or kl_too_low):  # [PPO], §4
-        state.kl_coef = min(max(state.kl_coef * (2 if kl_too_high else 0.5), 1e-4), 1e4)
+        state.kl_coef = adapted(state.kl_coef, 2 if kl_too_high else 0.5, *BOUNDS["kl_coef"])
     if args.adapt == "clip-coef" and (kl_too_high or kl_too_low):
-        state.clip_coef = min(max(state.clip_coef * (0.5 if kl_too_high else 2), 0.01), 0.3)
+        state.clip_coef = adapted(state.clip_coef, 0.5 if kl_too_high else 2, *BOUNDS["clip_coef"])
     if args.adapt == "learning-rate":  # by the factor of Rudin et al. 2022, arXiv:2109.11978
         factor = 1 / 1.5 if kl_too_high else 1.5 if kl_too_low else 1
         state.learning_rate = min(max(state.learning_rate * factor, 1e-5), scheduled_lr)
     if args.target_entropy is not None and abs(state.entropy - args.target_entropy) > 0.05:
         factor = 1 / 1.1 if state.entropy > args.target_entropy else 1.1
-        state.ent_coef = min(max(state.ent_coef * factor, 1e-5), 10.0)
+        state.ent_coef = adapted(state.ent_coef, factor, *BOUNDS["ent_coef"])
 
 
-def train(args: Args) -> dict:
+def adapted(coefficient: float, factor: float, low: float, high: float) -> float:
+    """The coefficient times the factor, within limits. As 0 would stay 0, it begins to grow at 1e-5."""
+    if coefficient < 1e-5:
+        return coefficient if factor < 1 else max(low, 1e-5)
+    return min(max(coefficient * factor, low), high)
+
+
+def train(args: Args, show_commands: bool = False) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation. If killed, it loses a minute or an iteration.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
-    `ValueError` for invalid settings. With `resume`, the settings are those of `args`, too. It seeds
-    the global random generators, sets the number of PyTorch's threads, and writes to runs/.
+    `Refused`, a `ValueError`, where training would be wrong. With `resume`, the settings are those of `args`,
+    too. It seeds the global random generators, sets the number of PyTorch's threads, and writes to runs/.
     """
-    args = replace(args, evaluate=None)  # a copy, in which NumPy's numbers are plain ones
-    check(args)
+    check_settings(args)
+    STOP.clear()
     torch.set_num_threads(1)  # for small networks, one is fastest
+    path = run_path(args)
     state = State(args.learning_rate, args.clip_coef, args.kl_coef, args.ent_coef)
-    if args.resume:
-        _, saved = load_checkpoint(args.resume)
+    saved = load_start(args)
+    if args.resume is not None:
         vars(state).update(saved["state"])
-    envs = make_envs(args, seed_everything(args.seed, state.global_step))
+    seed = hash_seed(args.seed, state.global_step)  # a resumed run has new episodes
+    eval_env, envs = make_eval_env(args), make_envs(args, seed)
     if envs.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
-        raise ValueError("the environments must reset in the same step: see AutoresetMode.SAME_STEP")
-    env_seed = seed_everything(args.seed, state.global_step)  # again: environments may have drawn numbers
-    obs_space, action_size = envs.single_observation_space, envs.single_action_space.shape[0]
+        raise Refused("the environments must reset in the same step: see AutoresetMode.SAME_STEP")
+    seed_everything(seed)  # only now: making environments may have drawn numbers
+    obs_space, action_size = eval_env.observation_space, eval_env.action_space.shape[0]
     agent = Agent(args, obs_space, action_size).to(args.device)
     betas = 0.9, args.adam_beta2
     optimizer = Adam(agent.parameters(), args.learning_rate, betas, eps=1e-5, fused=True)  # ε: [37], detail 3
-    if args.resume:
-        agent.load_state_dict(saved["agent"])
+    for group in optimizer.param_groups:  # groups of your own keep their ratio to --learning-rate
+        group["lr_ratio"] = group["lr"] / args.learning_rate if args.learning_rate > 0 else 1
+    if saved:
+        load_weights(agent, saved["agent"], obs_space)
         agent.log_std.data.clamp_(min=args.min_log_std)  # which may be another now
+    if args.resume is not None:
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups[0]["betas"] = betas  # likewise
-        torch.set_rng_state(saved["random"])
     compute = compiled(compute_gradients) if args.compile else compute_gradients
-    rollout = Rollout(args, obs_space.shape[0])
-    run = Run(args, agent, optimizer, state)
+    rollout = Rollout(args, gym.spaces.flatdim(obs_space))
+    rollout.current_obs, _ = envs.reset(seed=seed)
+    run = Run(path, args, agent, optimizer, state)
 
-    rollout.current_obs, _ = envs.reset(seed=env_seed)
     while state.global_step < args.total_timesteps and not STOP.is_set():
         adjust_coefficients(state, args)
         episodes = collect_rollout(envs, agent, rollout, args)
@@ -561,10 +569,10 @@ def train(args: Args) -> dict:
         batch = remake()
         metrics = update(agent, optimizer, compute, batch, args, state, remake)
         state.global_step += len(batch.obs)
-        state.kl, state.entropy = float(metrics["kl"]), float(metrics["entropy"])
+        state.kl, state.entropy = metrics["kl"], metrics["entropy"]
         run.log(metrics, episodes)
-    results = run.finish()
-    envs.close()
+    results = run.finish(eval_env, show_commands)
+    envs.close()  # last: some simulators cannot be closed, and the results are there by now
     return results
 
 
@@ -574,19 +582,38 @@ def train(args: Args) -> dict:
 STOP = threading.Event()  # set by Ctrl-C and SIGTERM: training ends after the iteration
 
 
-def seed_everything(seed: int, step: int = 0) -> int:
-    """Seed all random generators for training from a step on. Returns a seed for the environments."""
-    if step > 0:  # a resumed run has new episodes
-        seed = hash_seed(seed, step)
-    for function in (random.seed, np.random.seed, torch.manual_seed):
-        function(seed)
-    # A hash, because Gymnasium seeds environment i with this + i: seeds 1 and 2 would share most of them.
-    return hash_seed(seed)
+class Refused(ValueError):  # noqa: N818
+    """Raised at the start for what would train wrongly without an error, or fail only after training."""
 
 
 def hash_seed(*numbers: int) -> int:
-    """A seed below 2**31, which is all that some simulators take, from one or several numbers."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1
+    """A seed from several numbers. Environment i gets it + i: unhashed, seeds 1 and 2 would share most."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1  # some simulators take only 31 bits
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators of PyTorch, and of Python and NumPy, from which some environments draw."""
+    for function in (torch.manual_seed, random.seed, np.random.seed):
+        function(seed)
+
+
+def seed_spaces(env: gym.Env, seed: int) -> None:
+    """Seed an environment's spaces, from which it may draw, such as the actions of an opponent."""
+    for space in (env.action_space, env.observation_space, env.unwrapped.action_space):
+        space.seed(seed)
+
+
+@contextmanager
+def other_random_numbers(seed: int) -> Iterator[None]:
+    """Seed all generators for the `with` block, and put them back after it: training does not notice."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)):
+        seed_everything(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
 
 
 def compiled(function: Callable) -> Callable:
@@ -603,96 +630,33 @@ def compiled(function: Callable) -> Callable:
     return compute
 
 
-def check_bounds(args: Args) -> None:
-    """Raise `ValueError` where a setting is not of its type, or not within BOUNDS."""
-    types: dict[Any, Any] = {kind: kind for kind in (bool, int, str, str | None)}
-    types |= {float: int | float, float | None: int | float | None}  # 1 is a float, too
-    for name, kind in get_type_hints(Args).items():
-        value, choices = getattr(args, name), get_args(kind)
-        if get_origin(kind) is Literal and value not in choices:
-            raise ValueError(f"--{name.replace('_', '-')} must be {' or '.join(choices)}, not {value}")
-        is_flag = isinstance(value, bool) and kind is not bool  # True is an int, but it is not meant as 1
-        if is_flag or not isinstance(value, types.get(kind, object)):
-            expected = getattr(kind, "__name__", kind)
-            raise ValueError(f"--{name.replace('_', '-')} must be of type {expected}, not {value!r}")
-    for name, (low, high) in BOUNDS.items():
-        value, default = getattr(args, name), getattr(Args, name)
-        unused = value is None and default is None
-        if not unused and not low <= value <= high:
-            limits = f"from {low} to {high}" if high < math.inf else f"at least {low}"
-            raise ValueError(f"--{name.replace('_', '-')} must be {limits}, not {value}")
-
-
 def check_settings(args: Args) -> None:
-    """Raise `ValueError` for settings with which training cannot be right."""
-    check_bounds(args)
-    one_step = args.update_epochs * args.num_minibatches == 1
-    clips_nothing = args.surrogate != "clip" and not args.clip_vloss
-    too_narrow = args.init_log_std < args.min_log_std and not args.resume  # what is resumed has its own
-    normalised = args.norm_adv or args.norm_rewards  # scaled rewards will do here: that was measured
-    largest = args.num_envs * args.num_steps // 2  # so that each minibatch has two transitions or more
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    for wrong, reason in [
-        (args.num_minibatches > largest, f"--num-minibatches must be at most {largest}; raise --num-steps"),
-        (not (normalised or one_step), "several gradient steps need --norm-rewards or --norm-adv"),
-        (args.adapt == "kl-coef" and args.surrogate == "clip", "kl-coef needs --surrogate kl-penalty"),
-        (args.adapt == "clip-coef" and args.surrogate != "clip", "clip-coef needs --surrogate clip"),
-        (args.kl_coef != Args.kl_coef and args.surrogate == "clip", "--kl-coef needs --surrogate kl-penalty"),
-        (clips_nothing and args.clip_coef != Args.clip_coef, "--clip-coef needs --surrogate clip"),
-        (args.desired_kl != Args.desired_kl and args.adapt == "none", "--desired-kl needs --adapt"),
-        (args.anneal_ent_coef and args.target_entropy is not None, "--target-entropy adapts c₂: no schedule"),
-        (too_narrow, "--init-log-std must not be below --min-log-std"),
-        (args.compile and torch.__version__ < "2.13", "--compile needs PyTorch 2.13"),
-        (args.compile and not shutil.which(compiler), f"--compile needs the C++ compiler {compiler}"),
-        (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
-        (Path("runs").is_file(), "runs is a file, where a folder of that name is needed"),
-    ]:
-        if wrong:
-            raise ValueError(reason)
-
-
-def check(args: Args) -> None:
-    """Raise `ValueError` for what cannot be trained or evaluated, before anything is written."""
-    if not (args.resume or args.evaluate):
-        check_settings(args)
-    if args.eval_episodes < 1:
-        raise ValueError("--eval-episodes must be at least 1")
-    if args.capture_video and not find_spec("moviepy"):
-        raise ValueError("--capture-video needs: pip install moviepy")
-    try:
-        torch.zeros((), device=args.device).item()
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {args.device} is not available; use cpu") from error
-    try:
-        env = make_env(args, **({"render_mode": "rgb_array"} if args.capture_video else {}))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{args.env_id} with --env-kwargs {args.env_kwargs}: {error}") from error
-    env.close()
-    actions = env.action_space
-    if not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1:
-        raise ValueError(f"{args.env_id} has {actions}: see ppo.py (Discrete) or docs/recipes.md")
-    rescale = rescaler(actions, args)
-    stuck = rescale(np.full(actions.shape, -1.0)) == rescale(np.full(actions.shape, 1.0))
-    if (stuck & (actions.low < actions.high)).any():  # a policy around 0 would never leave a bound
-        raise ValueError(f"{args.env_id} has {actions}, far from 0: scale or shift actions in make_env")
-    try:
-        obs_space = gym.spaces.flatten_space(env.observation_space)
-    except NotImplementedError:  # of a kind that Gymnasium does not know
-        obs_space = None
-    if not isinstance(obs_space, gym.spaces.Box):
-        raise ValueError(f"{env.observation_space} does not flatten to a vector: see docs/recipes.md")
-    if path := args.resume or args.evaluate:
-        saved, content = load_checkpoint(path)
-        for name in ("norm_obs", "norm_rewards", "scale_actions", "activation"):
-            if getattr(args, name) != getattr(saved, name):
-                flag = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{flag} must be as in {path}, whose networks have learnt with it")
-        try:
-            Agent(args, obs_space, actions.shape[0]).load_state_dict(content["agent"])
-        except (RuntimeError, KeyError) as error:
-            raise ValueError(f"{path} is of another script or size, or not for {args.env_id}") from error
-    if args.resume:  # only now: another script's checkpoint may have settings that are right there
-        check_settings(args)
+    """Raise `Refused` for settings with which training would be wrong, or not what they say."""
+    for name, (low, high) in BOUNDS.items():
+        value = getattr(args, name)
+        if value is not None and not low <= value <= high:  # NaN is refused, too
+            raise Refused(f"--{name.replace('_', '-')} must be from {low} to {high}, not {value}")
+    for name, kind in get_type_hints(Args).items():
+        if get_origin(kind) is Literal and getattr(args, name) not in get_args(kind):
+            raise Refused(f"{name} must be one of {get_args(kind)}, not {getattr(args, name)!r}")
+    if args.num_envs * args.num_steps < 2 * args.num_minibatches:
+        raise Refused("each minibatch needs two transitions or more: lower --num-minibatches")
+    normalised = args.norm_adv or args.norm_rewards  # scaled rewards suffice here, as was measured
+    if not normalised and args.update_epochs * args.num_minibatches > 1:
+        raise Refused("several gradient steps need --norm-rewards or --norm-adv")
+    if args.init_log_std < args.min_log_std and args.resume is None and args.init is None:
+        raise Refused("--init-log-std must not be below --min-log-std")
+    if args.adapt == ("kl-coef" if args.surrogate == "clip" else "clip-coef"):
+        raise Refused(f"--adapt {args.adapt} has no effect with --surrogate {args.surrogate}")
+    is_used = {
+        "clip_coef": args.surrogate == "clip" or args.clip_vloss,
+        "kl_coef": args.surrogate == "kl-penalty",
+        "desired_kl": args.adapt != "none",
+        "anneal_ent_coef": args.target_entropy is None,
+    }
+    for name, used in is_used.items():
+        if not used and getattr(args, name) != getattr(Args, name):
+            raise Refused(f"--{name.replace('_', '-')} has no effect with the other settings")
 
 
 # ------------------------------------------------- Environments --------------------------------------------
@@ -703,46 +667,117 @@ def make_env(args: Args, **kwargs) -> gym.Env:
     return gym.make(args.env_id, **json.loads(args.env_kwargs) | kwargs)
 
 
-class DropInfo(gym.Wrapper):
-    """Drops the info, which nothing here reads: joining it is slow, and fails where types differ.
+class Flat(gym.Wrapper):
+    """Makes observations vectors [D], and drops the info: joining it is slow, and fails where types differ.
 
-    To use one of its numbers, return it in `step`, and 0 in `reset`. `collect_rollout` then finds it in
+    To use a number of the info, return it in `step`, and 0 in `reset`. `collect_rollout` then finds it in
     `infos`; where an episode ended, that is the reset's 0, and the last step's is in `infos["final_info"]`.
     """
 
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        self.space = env.observation_space
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (gym.spaces.flatdim(self.space),))
+
     def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
-        return self.env.reset(**kwargs)[0], {}
+        obs, _ = self.env.reset(**kwargs)
+        return flatten(self.space, obs), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         obs, reward, terminated, truncated, _ = self.env.step(action)
-        # Plain values, since the reset may overwrite arrays that the environment reuses.
-        return obs, to_float(reward), bool(terminated), bool(truncated), {}
+        # All are new values: the reset in the same step may overwrite arrays that the environment reuses.
+        return flatten(self.space, obs), np.asarray(reward).item(), bool(terminated), bool(truncated), {}
 
 
-def to_float(reward: Any) -> float:
-    """A reward as a plain number: it may be an array or a tensor with one element."""
-    return float(reward.item() if hasattr(reward, "item") else reward)
+def flatten(space: gym.Space, obs: Any) -> np.ndarray:
+    """An observation as a vector [D]. Unlike Gymnasium's function, it fails unless there are D numbers, and
+    cuts no decimals where the space says that there are none.
+    """
+    if isinstance(space, gym.spaces.Dict):  # its order is alphabetical, if it was made from a plain dict
+        return np.concatenate([flatten(part, obs[name]) for name, part in space.items()])
+    if isinstance(space, gym.spaces.Tuple):
+        return np.concatenate([flatten(part, value) for part, value in zip(space, obs, strict=True)])
+    if isinstance(space, gym.spaces.Box):
+        return np.array(obs, np.float32).reshape(math.prod(space.shape))
+    return gym.spaces.flatten(space, obs).astype(np.float32)
 
 
 def make_envs(args: Args, seed: int) -> VectorEnv:
-    """N environments, here or in a process each, with flat observations.
-
-    The parts of a `Dict` are in the order of its space: alphabetical, if it was made from a plain dict.
-    """
+    """N environments with flat observations, in this process or, with --async-envs, in a process each."""
     main_process = os.getpid()
-    on_sigterm = signal.SIG_IGN if signal.getsignal(signal.SIGTERM) is stop else signal.SIG_DFL
 
     def make(index: int) -> gym.Env:
-        seed_everything(seed + index)  # for environments that draw from the generators of Python or NumPy
-        if os.getpid() != main_process:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains
-            signal.signal(signal.SIGTERM, on_sigterm)
-        # FlattenObservation copies, so a reset cannot overwrite `final_obs` in an array that is reused.
-        return DropInfo(gym.wrappers.FlattenObservation(make_env(args)))
+        if os.getpid() != main_process:  # Ctrl-C and `timeout` are for the process that trains
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if hasattr(os, "setpgrp"):
+                os.setpgrp()
+        seed_everything(seed + index)  # for environments that draw from these generators
+        env = make_env(args)
+        seed_spaces(env, seed + index)
+        return Flat(env)
 
-    vectorize = AsyncVectorEnv if args.async_envs else SyncVectorEnv
     makers = [partial(make, index) for index in range(args.num_envs)]
-    return vectorize(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+    if args.async_envs:
+        return AsyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+    envs = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+    if len({id(env.unwrapped) for env in envs.envs}) < args.num_envs:
+        raise Refused("make_env must return a new environment in each call")
+    return envs
+
+
+def find_unit_obs(space: gym.Space) -> np.ndarray:
+    """Which numbers [D] of a flattened observation are one-hot or binary: integers from 0 to 1."""
+    if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
+        parts = space.values() if isinstance(space, gym.spaces.Dict) else space
+        return np.concatenate([find_unit_obs(part) for part in parts])
+    flat = gym.spaces.flatten_space(space)
+    return (flat.low == 0) & (flat.high == 1) & (flat.dtype.kind != "f")
+
+
+def check_actions(space: gym.Space, args: Args) -> None:
+    """Raise `Refused` for actions that a policy here cannot choose."""
+    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
+        raise Refused(f"actions must be a Box [A], not {space} (for Discrete: ppo.py)")
+    rescale = rescaler(space, args)
+    stuck = rescale(np.full(space.shape, -1.0)) == rescale(np.full(space.shape, 1.0))
+    if (stuck & (space.low < space.high)).any():  # a policy around 0 would never leave a bound
+        raise Refused(f"actions are {space}, far from 0: scale or shift them in make_env")
+
+
+def make_eval_env(args: Args) -> gym.Env:
+    """The environment of the evaluation, made and tried before training: what fails there fails at once.
+
+    Raises `Refused` for an environment with which training would be wrong.
+    """
+    env = make_env(args, **({"render_mode": "rgb_array"} if args.capture_video else {}))
+    check_actions(env.action_space, args)
+    wrapper: Any = env
+    while isinstance(wrapper, gym.Wrapper):
+        if (name := type(wrapper).__name__) in ("NormalizeObservation", "NormalizeReward"):
+            raise Refused(f"remove {name} from make_env: --norm-obs and --norm-rewards do it, and are saved")
+        wrapper = wrapper.env
+    with other_random_numbers(args.seed):
+        seed_spaces(env, args.seed)
+        flat = Flat(env)
+        flat.reset(seed=args.seed)
+        flat.step(env.action_space.sample())
+        if args.capture_video and not find_spec("moviepy"):
+            raise Refused("--capture-video needs: pip install moviepy")
+        if args.capture_video and (env.render_mode != "rgb_array" or env.render() is None):
+            raise Refused("--capture-video needs an environment that takes render_mode='rgb_array'")
+    return env
+
+
+def check_numbers(rollout: Rollout) -> None:
+    """Raise `FloatingPointError` where a number is NaN, or too large for float32 to have its square."""
+    next_obs = np.where(rollout.terminated[..., np.newaxis], 0, rollout.next_obs)  # there, it does not count
+    for name, numbers in {"obs": rollout.obs, "next_obs": next_obs, "reward": rollout.rewards}.items():
+        wrong = np.argwhere(~(np.abs(numbers) < 1e15))
+        if len(wrong) > 0:
+            t, n, *_ = wrong[0]
+            value = numbers[tuple(wrong[0])]
+            raise FloatingPointError(f"{name} is {value} in step {t} of the rollout, in environment {n}")
 
 
 def rescaler(space: gym.spaces.Box, args: Args) -> Callable[[np.ndarray], np.ndarray]:
@@ -771,22 +806,22 @@ def rescaler(space: gym.spaces.Box, args: Args) -> Callable[[np.ndarray], np.nda
 class Run:
     """The folder of a run: its curves for TensorBoard, and its checkpoint."""
 
-    def __init__(self, args: Args, agent: Agent, optimizer: Adam, state: State):
-        self.args, self.agent, self.optimizer, self.state = args, agent, optimizer, state
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-        self.path = Path(args.resume or Path("runs", re.sub(r"[^\w.-]+", "_", name), "checkpoint.pt"))
-        folder = self.path.parent
+    def __init__(self, path: Path, args: Args, agent: Agent, optimizer: Adam, state: State):
+        self.path, self.args, self.agent, self.optimizer, self.state = path, args, agent, optimizer, state
+        folder = path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lock = lock(folder)
         if args.track:
             import wandb
 
-            wandb.init(name=folder.name, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
+            wandb.init(name=folder.name, config=vars(args), sync_tensorboard=True, reinit="finish_previous")
         print(f"{args.env_id}: {state.global_step:,} of {args.total_timesteps:,.0f} steps, seed {args.seed}")
-        print(f"checkpoint {self.path}, curves: tensorboard --logdir runs", flush=True)
+        print(f"checkpoint {os.path.relpath(path)}, curves: tensorboard --logdir runs", flush=True)
         self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)
         # Copies of this file, and of a program that imports it, so that `plot.py` tells changed ones apart.
-        for path in {Path(__file__), Path(sys.argv[0])}:
-            if path.suffix == ".py" and path.is_file() and not Path(folder, path.name).exists():
-                Path(folder, path.name).write_bytes(path.read_bytes())
+        for source in {Path(__file__), Path(sys.argv[0])}:
+            if source.suffix == ".py" and source.is_file() and not Path(folder, source.name).exists():
+                shutil.copyfile(source, Path(folder, source.name))
         self.warned = False
         self.first_time, self.first_step = time.monotonic(), state.global_step
         self.last_print = self.last_save = -math.inf
@@ -794,13 +829,17 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint. If the process is killed meanwhile, the previous one is still there."""
         if self.last_save == -math.inf:  # only now: until then, a resumed run is as it was
-            rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(self.args).items())
+            rows = "\n".join(f"|{name}|{value}|" for name, value in vars(self.args).items())
             self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
         self.writer.flush()  # first, so that the curves have no gap where training resumes
-        content = {"args": asdict(self.args), "state": asdict(self.state), "random": torch.get_rng_state()}
+        # A checkpoint holds plain numbers, not those of NumPy.
+        settings = {k: v.item() if hasattr(v, "item") else v for k, v in vars(self.args).items()}
+        content = {"args": settings, "state": vars(self.state)}
         content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
-        torch.save(content, self.path.with_suffix(".tmp"))
-        self.path.with_suffix(".tmp").replace(self.path)
+        new = self.path.with_suffix(".tmp")
+        torch.save(content, new)
+        torch.load(new, weights_only=True)  # what cannot be loaded fails now, not after hours
+        new.replace(self.path)
         self.last_save = time.monotonic()
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
@@ -809,11 +848,14 @@ class Run:
         Adds the episodes to the state's returns. Raises `FloatingPointError` if the loss is not finite.
         """
         if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
-            raise FloatingPointError(
-                "NaN in the loss: a high --learning-rate, huge observations, a logit of -inf?"
-            )
+            raise FloatingPointError("NaN in the loss: is --learning-rate too high, or a logit -inf?")
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
             print("acting and learning do not compute the same policy: is a mask, or dropout, in only one?")
+            self.warned = True
+        moments = self.agent.obs_moments
+        rounded = 1e-5 * moments.mean.abs() > 1 + moments.var.sqrt()  # float32 has about 7 digits
+        if rounded.any() and not self.warned:
+            print(f"float32 rounds observations {rounded.nonzero().flatten().tolist()}: subtract their means")
             self.warned = True
         args, state, step, now = self.args, self.state, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
@@ -828,7 +870,8 @@ class Run:
             scalars["charts/episodic_length"] = lengths.mean()
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
         for tag, value in scalars.items():
-            self.writer.add_scalar(tag, value, step)
+            if not math.isnan(value):
+                self.writer.add_scalar(tag, value, step)
         if now - self.last_save > 60:
             self.save()
         if step >= args.total_timesteps or now - self.last_print > 5:
@@ -838,32 +881,87 @@ class Run:
             line = f"{step:>10,} steps  {average}  KL {max(metrics['kl'], 0):.4f}"
             print(f"{line}  {speed:,.0f}/s  {left} left", flush=True)
 
-    def finish(self) -> dict:
+    def finish(self, env: gym.Env, show_commands: bool) -> dict:
         """Save, evaluate unless the run was stopped, and close the log. Returns the results."""
-        if self.state.global_step > self.first_step or not self.args.resume:
+        stopped = STOP.is_set()
+        if self.state.global_step > self.first_step or self.args.resume is None:
             self.save()
+        if show_commands:
+            print_commands(self.args, self.path, env)
         average = float(np.mean(self.state.returns)) if self.state.returns else math.nan
-        returns = np.zeros(0) if STOP.is_set() else evaluate(self.path, self.args)
-        if len(returns):
+        returns = evaluate(self.path, self.args, env)
+        if len(returns) > 0:
             self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
         self.writer.close()
+        self.lock.close()
+        if not stopped:  # the run is complete, even if the evaluation was stopped
+            STOP.clear()
         return {"checkpoint": str(self.path), "training_return": average, "greedy_returns": returns}
 
 
+def lock(folder: Path) -> IO:
+    """Lock a run's folder until this process ends. Raises `Refused` if another one has locked it."""
+    file = (folder / ".lock").open("w")
+    with suppress(ImportError, OSError):  # Windows, and some file systems, have no such locks
+        import fcntl
+
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise Refused(f"{folder} is of a run that is still going") from None
+    return file
+
+
+def run_path(args: Args) -> Path:
+    """Where a run saves its checkpoint. An absolute path: an environment may change the current folder."""
+    if args.resume is not None:
+        return find_checkpoint(args.resume, args.exp_name).absolute()
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    return Path("runs", re.sub(r"[^\w.-]+", "_", name), "checkpoint.pt").absolute()
+
+
+def find_checkpoint(path: str | Path, exp_name: str = Args.exp_name) -> Path:
+    """A checkpoint's file: of a run's folder, or with "latest" of the newest run with this --exp-name."""
+    if path == "latest":
+        name = re.sub(r"[^\w.-]+", "_", exp_name)
+        runs = [*Path("runs").glob(f"*__{name}__*__*/checkpoint.pt")]
+        if not runs:
+            raise Refused(f"runs/ has no checkpoint of a run with --exp-name {exp_name}")
+        path = max(runs, key=lambda file: file.parent.name.split("__")[-1])  # by date
+    return Path(path, "checkpoint.pt") if Path(path).is_dir() else Path(path)
+
+
 def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
-    """The settings and the whole content of a checkpoint. Raises `ValueError` for any other file."""
-    if Path(path).is_dir():  # of a run
-        path = Path(path, "checkpoint.pt")
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} does not exist")
+    """The settings, and the whole content, of a checkpoint. No code in it is executed."""
+    path = find_checkpoint(path)
     try:
         content = torch.load(path, map_location=device, weights_only=True)
-        if "agent" not in content:
-            raise LookupError("of a language model")
-        known = {name: value for name, value in content["args"].items() if hasattr(Args, name)}
-        return Args(**known), content
-    except (pickle.UnpicklingError, OSError, EOFError, RuntimeError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is not a checkpoint of this script") from error
+    except pickle.UnpicklingError:  # its message tells how to execute the code of a file
+        raise Refused(f"{path} is not a checkpoint of this script") from None
+    if "agent" not in content:
+        raise Refused(f"{path} is not a checkpoint of this script")
+    known = {setting.name for setting in fields(Args)}
+    return Args(**{name: value for name, value in content["args"].items() if name in known}), content
+
+
+def load_weights(agent: Agent, weights: dict[str, Tensor], space: gym.Space) -> None:
+    """Load the networks and normalisers of a checkpoint."""
+    flat = gym.spaces.flatten_space(space)
+    # Up to version 0.2, checkpoints had no `unit_obs`: it was what has the bounds 0 and 1.
+    bounded = torch.from_numpy((flat.low == 0) & (flat.high == 1))
+    agent.load_state_dict({"unit_obs": bounded} | weights)
+
+
+def load_start(args: Args) -> dict:
+    """The content of the checkpoint that --resume or --init names, if one does."""
+    start = args.init if args.resume is None else args.resume
+    if start is None:
+        return {}
+    saved, content = load_checkpoint(find_checkpoint(start, args.exp_name))
+    for name in ("norm_obs", "norm_rewards", "scale_actions", "activation"):
+        if getattr(args, name) != getattr(saved, name):
+            raise Refused(f"--{name.replace('_', '-')} must be as in {start}, which has learnt with it")
+    return content
 
 
 def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable:
@@ -873,112 +971,117 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
     """
     args, content = load_checkpoint(path, device)
     space, action_size = env.observation_space, env.action_space.shape[0]
-    agent = Agent(args, gym.spaces.flatten_space(space), action_size).to(device).eval()
-    agent.load_state_dict(content["agent"])
+    agent = Agent(args, space, action_size).to(device).eval()
+    load_weights(agent, content["agent"], space)
+    size = gym.spaces.flatdim(space)  # D
     rescale = rescaler(env.action_space, args)
 
     @torch.inference_mode()
     def policy(obs: Any) -> np.ndarray:
-        batch = isinstance(space, gym.spaces.Box) and np.ndim(obs) > len(space.shape)
-        flat = np.reshape(obs, (len(obs), -1)) if batch else gym.spaces.flatten(space, obs)
+        is_batch = isinstance(space, gym.spaces.Box) and np.shape(obs)[1:] == space.shape != np.shape(obs)
+        flat = np.reshape(obs, (len(obs), size)) if is_batch else flatten(space, obs)
         flat = torch.as_tensor(flat, dtype=torch.float32, device=device)
         return rescale(most_likely(agent.policy(agent.normalize(flat))).cpu().numpy())
 
     return policy
 
 
-def evaluate(path: str | Path, args: Args) -> np.ndarray:
-    """Play --eval-episodes episodes with the most likely actions; print and return their returns."""
-    seed = (seed_everything(args.seed) + 2**30) % 2**31  # episodes that training has not seen
-    seed_everything(seed)
-    env = make_env(args, **({"render_mode": "rgb_array"} if args.capture_video else {}))
+def evaluate(path: str | Path, args: Args, env: gym.Env | None = None) -> np.ndarray:
+    """Play --eval-episodes episodes with the most likely actions; print and return their returns.
+
+    `env`, by default a new one, is closed. Training that goes on draws the same numbers as without it.
+    """
+    env = make_eval_env(args) if env is None else env
     if args.capture_video:
-        folder = str(Path(path).parent / "videos")
-        env = gym.wrappers.RecordVideo(env, folder, lambda episode: True)
-        print(f"videos: {folder}")
+        folder = Path(path).parent / "videos"
+        env = gym.wrappers.RecordVideo(env, str(folder), lambda episode: True)
+        print(f"videos: {os.path.relpath(folder)}")
+    env = Flat(env)
     policy = load_policy(path, env, args.device)
     returns: list[float] = []
-    while len(returns) < args.eval_episodes and not STOP.is_set():
-        obs, _ = env.reset(seed=seed + len(returns))
-        total = 0.0
-        for _ in range(10_000):  # some environments never end
-            obs, reward, terminated, truncated, _ = env.step(policy(obs))
-            total += to_float(reward)
-            if terminated or truncated:
-                break
-        else:
-            print(f"episode {len(returns) + 1} was stopped after 10,000 steps")
-        returns.append(total)
-    env.close()
-    if STOP.is_set():
-        return np.zeros(0)
-    steps = load_checkpoint(path)[1]["state"]["global_step"]
-    shown = f"{np.mean(returns):.5g} ± {np.std(returns):.3g} with the most likely actions"
-    print(f"evaluation return {shown}, after {steps:,} steps")
+    seed = hash_seed(args.seed, 2**40)  # episodes that training has not seen
+    with other_random_numbers(seed):
+        seed_spaces(env, seed)
+        while len(returns) < args.eval_episodes and not STOP.is_set():
+            obs, _ = env.reset(seed=seed + len(returns))
+            total = 0.0
+            for _ in range(10_000):  # some environments never end
+                obs, reward, terminated, truncated, _ = env.step(policy(obs))
+                total += reward
+                if terminated or truncated or STOP.is_set():
+                    break
+            else:
+                print(f"episode {len(returns) + 1} was stopped after 10,000 steps")
+            if not STOP.is_set():
+                returns.append(total)
+        if returns:
+            steps = load_checkpoint(path)[1]["state"]["global_step"]
+            result = f"{np.mean(returns):.5g} +/- {np.std(returns):.3g} in {len(returns)} episodes"
+            print(f"evaluation return {result} with the most likely actions, after {steps:,} steps")
+        env.close()
     return np.array(returns)
 
 
 def parse_args() -> Args:
     """The settings of the command line; with --resume or --evaluate, the others are the checkpoint's."""
-    if {"True", "False"} & {*sys.argv}:
-        raise ValueError("write --track or --no-track, for example, without True or False")
     parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [PPO]")[0])
     args = parse()
-    if args.resume and args.evaluate:
-        raise ValueError("--resume and --evaluate cannot be combined")
-    if "" in (args.resume, args.evaluate):
-        raise ValueError("--resume and --evaluate need the path of a checkpoint")
-    if path := args.resume or args.evaluate:
-        saved, content = load_checkpoint(path)
-        if ":" in saved.env_id and args.env_id != saved.env_id:
-            raise ValueError(f"{path} imports a module; if you trust it, add --env-id {saved.env_id}")
-        of_this_run = "resume", "evaluate", "track", "capture_video", "device"
-        args = parse(default=replace(saved, **{name: getattr(Args, name) for name in of_this_run}))
-        steps = content["state"]["global_step"]
-        if args.resume and steps >= args.total_timesteps:
-            raise ValueError(f"{path} has been trained for {steps:,} steps: raise --total-timesteps")
-    check(args)
-    return args
+    if [args.resume, args.evaluate, args.init].count(None) < 2:
+        raise Refused("--resume, --evaluate and --init exclude one another")
+    if args.resume is None and args.evaluate is None:
+        return args
+    path = find_checkpoint(args.evaluate if args.resume is None else args.resume, args.exp_name)
+    saved, content = load_checkpoint(path)
+    if ":" in saved.env_id and args.env_id != saved.env_id:
+        raise Refused(f"{path} imports a module; if you trust it, add --env-id {saved.env_id}")
+    of_this_run = "resume", "evaluate", "init", "track", "capture_video", "device"
+    args = parse(default=replace(saved, **{name: getattr(Args, name) for name in of_this_run}))
+    steps = content["state"]["global_step"]
+    if args.resume is not None and steps >= args.total_timesteps:
+        raise Refused(f"{path} has been trained for {steps:,} steps: raise --total-timesteps")
+    return replace(args, resume=args.resume and str(path), evaluate=args.evaluate and str(path))
 
 
-def print_commands(args: Args, path: str) -> None:
+def print_commands(args: Args, path: Path, env: gym.Env) -> None:
     """Say how to resume a run, to watch its agent, and to check it."""
-    script = Path(sys.argv[0])
-    module = f" --env-id {args.env_id}" if ":" in args.env_id else ""  # a checkpoint imports none by itself
-    step, total = load_checkpoint(path)[1]["state"]["global_step"], args.total_timesteps
-    steps = f" --total-timesteps {total * (step // total + 1):.0f}" if step >= total else ""
-    print(f"resume: python {script} --resume {path}{module}{steps}")
-    print(f"watch:  python {script} --evaluate {path}{module} --capture-video")
+    script, file = Path(sys.argv[0]), os.path.relpath(path)
+    module = ["--env-id", args.env_id] if ":" in args.env_id else []  # a checkpoint imports none by itself
+    more = [] if STOP.is_set() else ["--total-timesteps", "MORE"]
+    print("resume:", shlex.join(["python", str(script), "--resume", file, *module, *more]))
+    if "rgb_array" in env.metadata.get("render_modes", []):
+        print("watch: ", shlex.join(["python", str(script), "--evaluate", file, *module, "--capture-video"]))
     if (coach := script.with_name("coach.py")).exists():  # not beside a copy
-        print(f"check:  python {coach} check {Path(path).parent}")
+        print("check: ", shlex.join(["python", str(coach), "check", os.path.dirname(file)]))
 
 
 def stop(*_: Any) -> None:
-    """End training after this iteration, and save; a second Ctrl-C stops at once."""
-    os.write(2, b"stopping after this iteration; a second Ctrl-C stops at once, without saving it\n")
+    """End training after this iteration, and save, or the evaluation; a second Ctrl-C stops at once."""
+    os.write(2, b"stopping soon, with all that is done; a second Ctrl-C stops at once, without saving it\n")
     STOP.set()
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def main() -> None:
-    """The command line. Invalid settings end with exit status 2, and a run that was stopped with 130."""
+    """The command line. What is refused ends with exit status 2, and a run that was stopped with 130."""
     sys.path.append(".")  # where the `module:` of --env-id is looked for, too
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    STOP.clear()
     try:
         args = parse_args()
-    except (ValueError, OSError, ImportError, gym.error.Error) as error:
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and __name__ == "__main__":
+            raise Refused("torchrun would train the same run in each process")
+        for number in handlers:
+            signal.signal(number, stop)
+        if args.evaluate is not None:
+            evaluate(args.evaluate, args)
+        else:
+            train(args, show_commands=True)
+    except Refused as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
-    if args.evaluate:
-        evaluate(args.evaluate, args)
-        return
-    STOP.clear()
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        print_commands(args, train(args)["checkpoint"])
     finally:
-        for worker in multiprocessing.active_children():  # they ignore what ends this process
-            worker.kill()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     if STOP.is_set():
         sys.exit(130)
 

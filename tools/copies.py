@@ -27,25 +27,25 @@ ORIGINALS = {
     "ppo_lstm.py": "ppo.py",
     "grpo.py": "ppo_rlhf.py",
 }
-SHARED = {"ppo_rlhf.py": ("ppo.py", "STOP check_bounds stop")}  # script: another original, and its units
+SHARED = {"ppo_rlhf.py": ("ppo.py", "STOP")}  # script: another original, and its units
 DIFFERENT = {  # script: units of its original that differ there on purpose, or are absent
     "ppo_continuous.py": "BOUNDS mlp Agent.__init__ Agent.policy sample most_likely log_prob entropy "
-    "kl_divergence Batch collect_rollout update batch_metrics train check_settings check load_policy",
+    "kl_divergence Batch collect_rollout update batch_metrics train check_settings check_actions load_start "
+    "load_policy",
     "ppo_atari.py": "BOUNDS mlp RunningMoments RunningMoments.__init__ RunningMoments.update Agent "
     "Agent.__init__ Agent.normalize Agent.policy Agent.value Batch State ppo_loss Rollout "
     "Rollout.__init__ collect_rollout normalize_rollout make_batch mean_kl compute_gradients update "
-    "adjust_coefficients train compiled check_settings check make_env DropInfo DropInfo.reset "
-    "DropInfo.step to_float make_envs load_policy evaluate parse_args main",
+    "adjust_coefficients train compiled check_settings make_env make_envs load_policy evaluate parse_args "
+    "main",
     "ppo_gpu.py": "--desired_kl BOUNDS mlp RunningMoments.update Agent.__init__ "
     "Agent.normalize Agent.policy kl_divergence compute_gae Batch State ppo_loss Rollout "
     "Rollout.__init__ collect_rollout normalize_rollout make_batch "
     "compute_gradients mean_kl update "
-    "adjust_coefficients train compiled seed_everything hash_seed check_settings check make_env "
-    "DropInfo DropInfo.reset DropInfo.step to_float make_envs rescaler Run.log Run.finish load_policy "
-    "evaluate parse_args print_commands main",
+    "adjust_coefficients train compiled seed_everything hash_seed check_settings make_env make_envs rescaler "
+    "Run.log Run.finish load_policy evaluate parse_args print_commands main",
     "ppo_lstm.py": "BOUNDS mlp Agent Agent.__init__ Agent.policy Agent.value Batch State ppo_loss Rollout "
     "Rollout.__init__ collect_rollout make_batch mean_kl compute_gradients update "
-    "batch_metrics adjust_coefficients train compiled check_settings load_policy evaluate",
+    "batch_metrics adjust_coefficients adapted train compiled check_settings load_policy evaluate",
     "grpo.py": "BOUNDS PRETRAINED SHOWN ScalarModel ScalarModel.__init__ ScalarModel.forward Models "
     "Models.__init__ Task TokenLogProbs TokenLogProbs.forward TokenLogProbs.backward "
     "log_probs_and_entropy token_log_probs last_output score whiten token_rewards compute_gae Batch "
@@ -54,8 +54,13 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "update_reward_model fit load_task load_pretrained Run.save restore check",
 }
 EARLIER = {  # script: units of its original that it still has in the form of version 0.2, or not yet
-    "ppo_atari.py": "sample most_likely compute_gae batch_metrics",
-    "ppo_gpu.py": "sample most_likely batch_metrics",
+    "ppo_atari.py": "sample most_likely compute_gae batch_metrics adapted Refused hash_seed seed_everything "
+    "seed_spaces other_random_numbers Flat Flat.__init__ Flat.reset Flat.step flatten find_unit_obs "
+    "check_actions make_eval_env check_numbers Run.__init__ Run.save Run.log Run.finish lock run_path find_checkpoint "
+    "load_checkpoint load_weights load_start print_commands stop",
+    "ppo_gpu.py": "sample most_likely batch_metrics adapted Refused seed_spaces other_random_numbers Flat "
+    "Flat.__init__ Flat.reset Flat.step flatten find_unit_obs check_actions make_eval_env check_numbers Run.__init__ "
+    "Run.save lock run_path find_checkpoint load_checkpoint load_weights load_start stop",
 }
 
 
