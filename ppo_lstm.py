@@ -32,6 +32,8 @@ any shape, here [T, N]. An environment's memory is M vectors of H numbers: 2 for
 cell), 1 for a GRU.
 """
 
+import copy
+import inspect
 import json
 import math
 import os
@@ -521,6 +523,8 @@ def train(args: Args, show_commands: bool = False) -> dict:
     """
     check_settings(args)
     STOP.clear()
+    plain = {name: value.item() for name, value in vars(args).items() if isinstance(value, np.generic)}
+    args = replace(args, **plain)  # a checkpoint has no numbers of NumPy
     torch.set_num_threads(1)  # for small networks, one is fastest
     path = run_path(args)
     state = State(args.learning_rate)
@@ -582,7 +586,12 @@ def seed_everything(seed: int) -> None:
 
 def seed_spaces(env: gym.Env, seed: int) -> None:
     """Seed an environment's spaces, from which it may draw, such as the actions of an opponent."""
-    for space in (env.action_space, env.observation_space, env.unwrapped.action_space):
+    env = env.unwrapped
+    for name in ("action_space", "observation_space"):
+        space = getattr(env, name)
+        if inspect.getattr_static(type(env), name, None) is space:  # all of the class share it
+            space = copy.deepcopy(space)
+            setattr(env, name, space)
         space.seed(seed)
 
 
@@ -703,14 +712,14 @@ def make_eval_env(args: Args) -> gym.Env:
 
     Raises `Refused` for an environment with which training would be wrong.
     """
-    env = make_env(args, **({"render_mode": "rgb_array"} if args.capture_video else {}))
-    check_actions(env.action_space, args)
-    wrapper: Any = env
-    while isinstance(wrapper, gym.Wrapper):
-        if (name := type(wrapper).__name__) in ("NormalizeObservation", "NormalizeReward"):
-            raise Refused(f"remove {name} from make_env: --norm-obs and --norm-rewards do it, and are saved")
-        wrapper = wrapper.env
     with other_random_numbers(args.seed):
+        env = make_env(args, **({"render_mode": "rgb_array"} if args.capture_video else {}))
+        check_actions(env.action_space, args)
+        wrapper: Any = env
+        while isinstance(wrapper, gym.Wrapper):
+            if (name := type(wrapper).__name__) in ("NormalizeObservation", "NormalizeReward"):
+                raise Refused(f"remove {name}: --norm-obs and --norm-rewards do the same, and are saved")
+            wrapper = wrapper.env
         seed_spaces(env, args.seed)
         flat = Flat(env)
         flat.reset(seed=args.seed)
@@ -749,7 +758,7 @@ class Run:
 
             wandb.init(name=folder.name, config=vars(args), sync_tensorboard=True, reinit="finish_previous")
         print(f"{args.env_id}: {state.global_step:,} of {args.total_timesteps:,.0f} steps, seed {args.seed}")
-        print(f"checkpoint {os.path.relpath(path)}, curves: tensorboard --logdir runs", flush=True)
+        print(f"checkpoint {shown(path)}, curves: tensorboard --logdir runs", flush=True)
         self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)
         # Copies of this file, and of a program that imports it, so that `plot.py` tells changed ones apart.
         for source in {Path(__file__), Path(sys.argv[0])}:
@@ -765,9 +774,7 @@ class Run:
             rows = "\n".join(f"|{name}|{value}|" for name, value in vars(self.args).items())
             self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
         self.writer.flush()  # first, so that the curves have no gap where training resumes
-        # A checkpoint holds plain numbers, not those of NumPy.
-        settings = {k: v.item() if hasattr(v, "item") else v for k, v in vars(self.args).items()}
-        content = {"args": settings, "state": vars(self.state)}
+        content = {"args": vars(self.args), "state": vars(self.state)}
         content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
         new = self.path.with_suffix(".tmp")
         torch.save(content, new)
@@ -841,7 +848,7 @@ def lock(folder: Path) -> IO:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            raise Refused(f"{folder} is of a run that is still going") from None
+            raise Refused(f"{shown(folder)} is of a run that is still going") from None
     return file
 
 
@@ -851,6 +858,11 @@ def run_path(args: Args) -> Path:
         return find_checkpoint(args.resume, args.exp_name).absolute()
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     return Path("runs", re.sub(r"[^\w.-]+", "_", name), "checkpoint.pt").absolute()
+
+
+def shown(path: Path) -> str:
+    """A path as it is printed: relative, if it lies in the current folder."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def find_checkpoint(path: str | Path, exp_name: str = Args.exp_name) -> Path:
@@ -869,8 +881,8 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
     path = find_checkpoint(path)
     try:
         content = torch.load(path, map_location=device, weights_only=True)
-    except pickle.UnpicklingError:  # its message tells how to execute the code of a file
-        raise Refused(f"{path} is not a checkpoint of this script") from None
+    except pickle.UnpicklingError:  # its message tells how to execute the code in a file
+        content = {}
     if "agent" not in content:
         raise Refused(f"{path} is not a checkpoint of this script")
     known = {setting.name for setting in fields(Args)}
@@ -933,16 +945,16 @@ def evaluate(path: str | Path, args: Args, env: gym.Env | None = None) -> np.nda
 
     `env`, by default a new one, is closed. Training that goes on draws the same numbers as without it.
     """
-    env = make_eval_env(args) if env is None else env
-    if args.capture_video:
-        folder = Path(path).parent / "videos"
-        env = gym.wrappers.RecordVideo(env, str(folder), lambda episode: True)
-        print(f"videos: {os.path.relpath(folder)}")
-    env = Flat(env)
-    policy = load_policy(path, env, args.device)
     returns: list[float] = []
     seed = hash_seed(args.seed, 2**40)  # episodes that training has not seen
     with other_random_numbers(seed):
+        env = make_eval_env(args) if env is None else env
+        if args.capture_video:
+            folder = Path(path).parent / "videos"
+            env = gym.wrappers.RecordVideo(env, str(folder), lambda episode: True)
+            print(f"videos: {shown(folder)}")
+        env = Flat(env)
+        policy = load_policy(path, env, args.device)
         seed_spaces(env, seed)
         while len(returns) < args.eval_episodes and not STOP.is_set():
             obs, _ = env.reset(seed=seed + len(returns))
@@ -986,7 +998,7 @@ def parse_args() -> Args:
 
 def print_commands(args: Args, path: Path, env: gym.Env) -> None:
     """Say how to resume a run, to watch its agent, and to check it."""
-    script, file = Path(sys.argv[0]), os.path.relpath(path)
+    script, file = Path(sys.argv[0]), shown(path)
     module = ["--env-id", args.env_id] if ":" in args.env_id else []  # a checkpoint imports none by itself
     more = [] if STOP.is_set() else ["--total-timesteps", "MORE"]
     print("resume:", shlex.join(["python", str(script), "--resume", file, *module, *more]))

@@ -73,7 +73,7 @@ class Case:
         with torch.no_grad():
             for parameter in agent.parameters():
                 parameter += 0.1 * torch.randn(parameter.shape)
-        agent.obs_moments.update(0.5 + 2 * torch.randn(50, obs_space.shape[0]))
+        agent.obs_moments.update(0.5 + 2 * torch.randn(50, spaces.flatdim(obs_space)))
         agent.return_moments.update(1 + 3 * torch.randn(50, 1))
         return agent
 
@@ -100,7 +100,7 @@ class Case:
 
     def begin(self, args, seed=10):
         """Return environments just reset, an agent and an empty rollout."""
-        envs = self.script.make_envs(args, self.script.seed_everything(args.seed))
+        envs = self.script.make_envs(args, self.script.hash_seed(args.seed, 0))
         obs_space, num_actions = envs.single_observation_space, self.count(envs.single_action_space)
         agent = self.make_agent(args, 3, obs_space, num_actions)
         size = obs_space.shape[0]

@@ -301,9 +301,10 @@ def test_running_moments_of_batches_equal_mean_and_variance_of_all_data(script, 
     assert moments.count == len(data)
 
 
-def test_observations_are_normalised_unless_they_are_bounded_by_0_and_1():
-    """All are clipped to ±10."""
-    space = spaces.Box(np.float32([-1, 0, 0, 0]), np.float32([1, 1, 5, np.inf]))
+def test_observations_are_normalised_unless_they_are_one_hot_or_binary():
+    """All are clipped to ±10. A `Box` from 0 to 1 may have any numbers in between."""
+    box, binary = spaces.Box(np.float32([0]), np.float32([1])), spaces.MultiBinary(1)
+    space = spaces.Tuple((box, binary, spaces.Box(np.float32([0, 0]), np.float32([5, np.inf]))))
     agent = DISCRETE.make_agent(DISCRETE.make_args(), obs_space=space)
     obs = torch.tensor([[0.0, 1.0, 0.5, 3.0], [3.0, 0.25, -2.0, 7.0], [1e4, 50.0, -1e4, 1.0]])
     mean, var = float64(agent.obs_moments.mean), float64(agent.obs_moments.var)
@@ -372,8 +373,8 @@ def test_schedules_are_linear_in_the_remaining_steps(case, anneal_lr, anneal_ent
 
 
 ADAPTED = [  # a coefficient, its factor if the KL is too high, and its bounds
-    ("kl_coef", 2.0, (1e-4, 1e4)),
-    ("clip_coef", 0.5, (0.01, 0.3)),
+    ("kl_coef", 2.0, (0.0, 1e4)),
+    ("clip_coef", 0.5, (1e-3, 0.3)),
     ("learning_rate", 1 / 1.5, (1e-5, 1e-2)),
 ]
 
@@ -400,7 +401,7 @@ def test_adapt_moves_its_coefficient_alone_once_the_kl_is_1_5_times_off(case, na
     for kl in (0.0, 1.0):
         for _ in range(60):
             after = adjusted(args, state, case.script, kl=kl, entropy=1.0)
-        assert after[name] == bounds[(factor > 1) == (kl > 0.5)]
+        assert after[name] == pytest.approx(bounds[(factor > 1) == (kl > 0.5)], abs=1e-12)
 
 
 @each_script
@@ -416,14 +417,15 @@ def test_an_adapted_learning_rate_stays_below_the_annealed_one(case):
 
 @each_script
 def test_target_entropy_raises_the_coefficient_below_it_and_lowers_it_above(case):
-    """It does so by a tenth, outside a tolerance. The coefficient never becomes 0."""
+    """It does so by a tenth, outside a tolerance."""
     args = case.make_args(target_entropy=1.0, ent_coef=0.02, anneal_ent_coef=True)
     for entropy, factor in ((0.94, 1.1), (0.96, 1), (1.04, 1), (1.06, 1 / 1.1)):
         state = case.make_state(args)
         state.global_step = 100_000
         after = adjusted(args, state, case.script, kl=0.0, entropy=entropy)
         assert after["ent_coef"] == pytest.approx(0.02 * factor)
-    for entropy, bound in ((0.0, 10.0), (2.0, 1e-5)):
-        for _ in range(200):
+    for entropy, bound in ((0.0, 100.0), (2.0, 0.0)):
+        for _ in range(500):
             after = adjusted(args, state, case.script, kl=0.0, entropy=entropy)
-        assert after["ent_coef"] == bound
+        assert after["ent_coef"] == pytest.approx(bound, abs=1e-12)
+    assert adjusted(args, state, case.script, kl=0.0, entropy=0.0)["ent_coef"] == 1e-5  # it grows at once

@@ -48,7 +48,8 @@ def test_a_run_logs_added_metrics_and_saves_each_minute_without_losing_the_last_
     args = DISCRETE.make_args(env_id=DISCRETE.walk)
     agent, state = DISCRETE.make_agent(args), DISCRETE.make_state(args)
     state.global_step = 1000
-    written = DISCRETE.script.Run(args, agent, DISCRETE.make_optimizer(agent), state)
+    path = tmp_path / "runs" / "run" / "checkpoint.pt"
+    written = DISCRETE.script.Run(path, args, agent, DISCRETE.make_optimizer(agent), state)
     names = "kl", "grad_norm", "clipfrac", "explained_variance", "critic_error", "entropy", "first_approx_kl"
     for clock[0], state.global_step, saved in ((30, 1100, 1100), (50, 1300, 1100), (100, 1500, 1500)):
         metrics = dict.fromkeys(names, 1.0) | {"mine": np.float32(clock[0]), "charts/mine": 2 * clock[0]}
@@ -66,7 +67,7 @@ def test_a_run_logs_added_metrics_and_saves_each_minute_without_losing_the_last_
 
     monkeypatch.setattr(torch, "save", full_disk)
     with pytest.raises(OSError, match="disk full"):
-        written.finish()
+        written.save()
     assert load(path)["state"]["global_step"] == 1500
 
 

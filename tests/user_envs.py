@@ -60,7 +60,7 @@ class Walk(gym.Env):
     def step(self, action):
         assert self.action_space.contains(action) or np.isnan(action).any(), action
         LOG["steps"].append(action)
-        pays = action == 2 if self.action_space is ACTIONS["discrete"] else action > 0
+        pays = action == 2 if isinstance(self.action_space, spaces.Discrete) else action > 0
         self.rewards.append(1.5 if pays else 0.5)
         over = len(self.rewards) >= self.length and not self.endless
         if over:
@@ -130,11 +130,19 @@ class Global(Walk):
         return obs
 
 
+class Blind(Walk):
+    """It takes `render_mode`, and ignores it."""
+
+    def __init__(self, render_mode=None):
+        super().__init__()
+
+
 for kind in ACTIONS:
     ending = "Box-v0" if kind == "box" else "-v0"
     gym.register(f"Walk{ending}", Walk, kwargs={"action": kind})
     gym.register(f"Probe{ending}", Probe, kwargs={"action": kind})
 gym.register("Global-v0", Global)
+gym.register("Blind-v0", Blind)
 gym.register("Words-v0", Walk, kwargs={"observation": "words"})
 OTHERS = {
     "Pairs-v0": spaces.MultiDiscrete([2, 3]),
