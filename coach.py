@@ -75,6 +75,7 @@ METRICS = [
     Metric("grad_norm", "gradient norm", "bounded", ("losses/grad_norm",)),
     Metric("language_grad_norm", "gradient norm", "bounded", ("grad_norm",)),
     Metric("reward_clipfrac", "clipped rewards", "near 0", ("losses/reward_clipfrac",)),
+    Metric("obs_clipfrac", "clipped observations", "near 0", ("losses/obs_clipfrac",)),
     Metric("reference_kl", "KL from the reference", "below 10", ("objective/kl",)),
     Metric("sampling_difference", "sampling vs. learning", "below 0.1",
            ("sampling/sampling_logp_difference/mean",)),
@@ -237,6 +238,9 @@ RULES = [
 ]  # fmt: skip
 # What may be as it should be. A question does not change the exit status.
 QUESTIONS = [
+    Rule("obs_clipfrac > 0.02", 10, "many observations are more than ten deviations from their mean",
+         "is there a number that stands for a missing one? Give 0 instead, and a binary number that says so",
+         "The data and the critic"),
     Rule("length < 10 and length_share < 0.5 and gain > 0.3", 20,
          "the return rises, and episodes shorten to nothing",
          "is a quick end what you want? Watch the agent. If it is not, look for rewards that are negative in "
@@ -741,7 +745,11 @@ def refusals(script: ModuleType, args: Any, by_script: bool) -> list[str]:
     reasons = [f"{rule.problem}: {rule.remedy}" for rule in UNSAFE if compare(rule.when, numbers).all()]
     if by_script:
         try:
-            script.check(args)
+            if hasattr(script, "check"):
+                script.check(args)
+            else:
+                script.check_settings(args)
+                script.make_eval_env(args).close()
         except Exception as error:  # of the script's checks, or of the environment
             reasons.append(str(error) or type(error).__name__)
     return reasons

@@ -12,12 +12,12 @@ import numpy as np
 class Cue(gym.Env):
     """One of four cues is shown at the start. Eight steps later, the action that names it returns 1."""
 
-    observation_space = gym.spaces.Box(0, 1, (5,), np.float32)
+    observation_space = gym.spaces.MultiBinary(5)
     action_space = gym.spaces.Discrete(4)
 
     def observe(self):
         shown = {0: self.cue, 8: 4}.get(self.time)  # the fifth number asks for the answer
-        return np.float32([shown == i for i in range(5)])
+        return np.int8([shown == i for i in range(5)])
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)

@@ -154,14 +154,15 @@ class RunningMoments(nn.Module):
 class Agent(nn.Module):
     """Actor and critic, with the running statistics that normalise their inputs and the rewards."""
 
-    def __init__(self, args: Args, obs_space: gym.Space, num_actions: int):
+    def __init__(self, args: Args, obs_space: gym.spaces.Box, num_actions: int):
         super().__init__()
-        obs_size = gym.spaces.flatdim(obs_space)
+        obs_size = obs_space.shape[0]
         self.actor = mlp(obs_size, args.hidden_size, num_actions, last_gain=0.01)  # near-uniform at first
         self.critic = mlp(obs_size, args.hidden_size, 1, last_gain=1.0)
         self.obs_moments, self.return_moments = RunningMoments(obs_size), RunningMoments(1)
         self.norm_obs = args.norm_obs
-        self.unit_obs = nn.Buffer(torch.from_numpy(find_unit_obs(obs_space)))  # these stay as they are
+        unit = (obs_space.low == 0) & (obs_space.high == 1)  # one-hot or binary: these stay as they are
+        self.unit_obs = nn.Buffer(torch.from_numpy(unit))
 
     def normalize(self, obs: Tensor) -> Tensor:
         """Raw observations [..., D] as the networks see them: (x - mean) / std within ±10, or unchanged."""
@@ -511,17 +512,17 @@ def train(args: Args, show_commands: bool = False) -> dict:
     if envs.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
         raise Refused("the environments must reset in the same step: see AutoresetMode.SAME_STEP")
     seed_everything(seed)  # only now: making environments may have drawn numbers
-    obs_space, num_actions = eval_env.observation_space, int(eval_env.action_space.n)
+    obs_space, num_actions = Flat(eval_env).observation_space, int(eval_env.action_space.n)
     agent = Agent(args, obs_space, num_actions).to(args.device)
     optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)  # ε: [37], detail 3
     for group in optimizer.param_groups:  # groups of your own keep their ratio to --learning-rate
         group["lr_ratio"] = group["lr"] / args.learning_rate if args.learning_rate > 0 else 1
     if saved:
-        load_weights(agent, saved["agent"], obs_space)
+        load_weights(agent, saved["agent"], eval_env)
     if args.resume is not None:
         optimizer.load_state_dict(saved["optimizer"])
     compute = compiled(compute_gradients) if args.compile else compute_gradients
-    rollout = Rollout(args, gym.spaces.flatdim(obs_space))
+    rollout = Rollout(args, obs_space.shape[0])
     rollout.current_obs, _ = envs.reset(seed=seed)
     run = Run(path, args, agent, optimizer, state)
 
@@ -642,7 +643,9 @@ class Flat(gym.Wrapper):
     def __init__(self, env: gym.Env):
         super().__init__(env)
         self.space = env.observation_space
-        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (gym.spaces.flatdim(self.space),))
+        unit = find_unit_obs(self.space)  # in the new space, these alone have bounds, 0 and 1
+        low, high = np.where(unit, 0, -np.inf), np.where(unit, 1, np.inf)
+        self.observation_space = gym.spaces.Box(low, high, dtype=np.float32)
 
     def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
         obs, _ = self.env.reset(**kwargs)
@@ -692,12 +695,13 @@ def make_envs(args: Args, seed: int) -> VectorEnv:
 
 
 def find_unit_obs(space: gym.Space) -> np.ndarray:
-    """Which numbers [D] of a flattened observation are one-hot or binary: integers from 0 to 1."""
+    """Which numbers [D] of a flattened observation are one-hot or binary."""
     if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
         parts = space.values() if isinstance(space, gym.spaces.Dict) else space
         return np.concatenate([find_unit_obs(part) for part in parts])
-    flat = gym.spaces.flatten_space(space)
-    return (flat.low == 0) & (flat.high == 1) & (flat.dtype.kind != "f")
+    if isinstance(space, gym.spaces.Box):
+        return ((space.low == 0) & (space.high == 1) & (space.dtype.kind != "f")).flatten()
+    return np.full(gym.spaces.flatdim(space), True)
 
 
 def check_actions(space: gym.Space, args: Args) -> None:
@@ -888,11 +892,11 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
     return Args(**{name: value for name, value in content["args"].items() if name in known}), content
 
 
-def load_weights(agent: Agent, weights: dict[str, Tensor], space: gym.Space) -> None:
+def load_weights(agent: Agent, weights: dict[str, Tensor], env: gym.Env) -> None:
     """Load the networks and normalisers of a checkpoint."""
-    flat = gym.spaces.flatten_space(space)
-    # Up to version 0.2, checkpoints had no `unit_obs`: it was what has the bounds 0 and 1.
-    bounded = torch.from_numpy((flat.low == 0) & (flat.high == 1))
+    space = gym.spaces.flatten_space(env.observation_space)
+    # Checkpoints of version 0.2 have no `unit_obs`: there, it was any number with the bounds 0 and 1.
+    bounded = torch.from_numpy((space.low == 0) & (space.high == 1))
     agent.load_state_dict({"unit_obs": bounded} | weights)
 
 
@@ -915,8 +919,8 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
     """
     args, content = load_checkpoint(path, device)
     space, num_actions = env.observation_space, int(env.action_space.n)
-    agent = Agent(args, space, num_actions).to(device).eval()
-    load_weights(agent, content["agent"], space)
+    agent = Agent(args, Flat(env).observation_space, num_actions).to(device).eval()
+    load_weights(agent, content["agent"], env)
     size = gym.spaces.flatdim(space)  # D
 
     @torch.inference_mode()
@@ -942,7 +946,6 @@ def evaluate(path: str | Path, args: Args, env: gym.Env | None = None) -> np.nda
             folder = Path(path).parent / "videos"
             env = gym.wrappers.RecordVideo(env, str(folder), lambda episode: True)
             print(f"videos: {shown(folder)}")
-        env = Flat(env)
         policy = load_policy(path, env, args.device)
         seed_spaces(env, seed)
         while len(returns) < args.eval_episodes and not STOP.is_set():
@@ -950,7 +953,7 @@ def evaluate(path: str | Path, args: Args, env: gym.Env | None = None) -> np.nda
             total = 0.0
             for _ in range(10_000):  # some environments never end
                 obs, reward, terminated, truncated, _ = env.step(policy(obs))
-                total += reward
+                total += np.asarray(reward).item()
                 if terminated or truncated or STOP.is_set():
                     break
             else:

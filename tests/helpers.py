@@ -314,6 +314,15 @@ def run(case, folder, *words, **settings):
     return done
 
 
+def check(script, args):
+    """Raise what a script would raise for these settings, or their environment, before it trains."""
+    if hasattr(script, "check"):
+        script.check(args)
+    else:
+        script.check_settings(args)
+        script.make_eval_env(args).close()
+
+
 def assert_help(case, folder):
     """Check that --help tells the script's purpose and has a text for each flag."""
     shown = call(case, folder, "--help")

@@ -19,6 +19,7 @@ import pandas as pd
 import pytest
 import run as runner
 import tyro
+from helpers import check
 
 gym.register_envs(ale_py)
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,7 +60,7 @@ def test_listed_experiments_have_names_of_their_own_and_flags_that_their_scripts
             assert gym.make(run.env_id).spec
         elif run.experiment.script.endswith(".py"):
             with experiments.script_of(run) as script:
-                script.check(tyro.cli(script.Args, args=run.arguments))
+                check(script, tyro.cli(script.Args, args=run.arguments))
     have = {(run.experiment.name, (run.env_id, run.steps)) for run in listed}
     for study in experiments.STUDIES.values():
         assert {(name, task) for name in study.experiments for task in study.tasks} <= have
@@ -133,7 +134,7 @@ def test_each_stored_run_of_a_language_model_is_of_a_study_with_its_flags_and_cu
     studies = {study.name: study for study in language.STUDIES}
     assert len(studies) == len(language.STUDIES)
     for study in language.STUDIES:
-        study.script.check(tyro.cli(study.script.Args, args=study.flags.split()))
+        check(study.script, tyro.cli(study.script.Args, args=study.flags.split()))
     runs, curves = pd.read_csv(language.RUNS, keep_default_na=False), pd.read_csv(language.CURVES)
     assert not runs.duplicated(["study", "seed"]).any()
     for run in runs[runs.task.isin(["reviews", "sums"])].itertuples():

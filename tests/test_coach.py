@@ -91,6 +91,7 @@ CASES = [  # part of the problem, iterations that the rule needs, metrics beyond
     ("predicts little", 20, {"explained_variance": 0.04}, {"explained_variance": 0.06}),
     ("predicts little", 20, {"explained_variance": -3}, {"explained_variance": -3, "critic_error": 0.02}),
     ("most scaled rewards are clipped", 10, {"reward_clipfrac": 0.6}, {"reward_clipfrac": 0.4}),
+    ("more than ten deviations", 10, {"obs_clipfrac": 0.03}, {"obs_clipfrac": 0.01}),
     ("lower than at first", 10, {"mean": 12}, {"mean": 20}),
 ]
 

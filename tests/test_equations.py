@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import scipy.special
@@ -304,7 +305,10 @@ def test_running_moments_of_batches_equal_mean_and_variance_of_all_data(script, 
 def test_observations_are_normalised_unless_they_are_one_hot_or_binary():
     """All are clipped to ±10. A `Box` from 0 to 1 may have any numbers in between."""
     box, binary = spaces.Box(np.float32([0]), np.float32([1])), spaces.MultiBinary(1)
-    space = spaces.Tuple((box, binary, spaces.Box(np.float32([0, 0]), np.float32([5, np.inf]))))
+    others = spaces.Box(np.float32([0, 0]), np.float32([5, np.inf]))
+    env = gym.Env()
+    env.observation_space = spaces.Tuple((box, binary, others))
+    space = ppo.Flat(env).observation_space
     agent = DISCRETE.make_agent(DISCRETE.make_args(), obs_space=space)
     obs = torch.tensor([[0.0, 1.0, 0.5, 3.0], [3.0, 0.25, -2.0, 7.0], [1e4, 50.0, -1e4, 1.0]])
     mean, var = float64(agent.obs_moments.mean), float64(agent.obs_moments.var)

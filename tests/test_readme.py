@@ -225,7 +225,7 @@ def test_the_flags_of_each_variant_are_accepted_together(script):
     assert len(variants) > 5
     for flags, also in variants:
         if script is ppo or f"{script.__name__}.py" in also:
-            script.check(tyro.cli(script.Args, args=shlex.split(flags)))
+            helpers.check(script, tyro.cli(script.Args, args=shlex.split(flags)))
 
 
 def test_local_links_lead_to_files_and_headings():
