@@ -701,8 +701,8 @@ class Flat(gym.Wrapper):
 
 
 def flatten(space: gym.Space, obs: Any) -> np.ndarray:
-    """An observation as a vector [D]. Unlike Gymnasium's function, it fails unless there are D numbers, and
-    cuts no decimals where the space says that there are none.
+    """An observation as a vector [D]. It fails unless there are D numbers, and decimals stay: Gymnasium's
+    function of this name cuts them if the space is one of integers.
     """
     if isinstance(space, gym.spaces.Dict):  # its order is alphabetical, if it was made from a plain dict
         return np.concatenate([flatten(part, obs[name]) for name, part in space.items()])
@@ -750,11 +750,11 @@ def find_unit_obs(space: gym.Space) -> np.ndarray:
 def check_actions(space: gym.Space, args: Args) -> None:
     """Raise `Refused` for actions that a policy here cannot choose."""
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
-        raise Refused(f"actions must be a Box [A], not {space} (for Discrete: ppo.py)")
+        raise Refused(f"{args.env_id} has actions {space}, not a Box [A] (for Discrete: ppo.py)")
     rescale = rescaler(space, args)
     stuck = rescale(np.full(space.shape, -1.0)) == rescale(np.full(space.shape, 1.0))
     if (stuck & (space.low < space.high)).any():  # a policy around 0 would never leave a bound
-        raise Refused(f"actions are {space}, far from 0: scale or shift them in make_env")
+        raise Refused(f"{args.env_id} has actions {space}, far from 0: scale or shift them in make_env")
 
 
 def make_eval_env(args: Args) -> gym.Env:
@@ -993,7 +993,8 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
 
     @torch.inference_mode()
     def policy(obs: Any) -> np.ndarray:
-        is_batch = isinstance(space, gym.spaces.Box) and np.shape(obs)[1:] == space.shape != np.shape(obs)
+        shape = np.shape(obs)
+        is_batch = isinstance(space, gym.spaces.Box) and shape != space.shape and shape[1:] == space.shape
         flat = np.reshape(obs, (len(obs), size)) if is_batch else flatten(space, obs)
         flat = torch.as_tensor(flat, dtype=torch.float32, device=device)
         return rescale(most_likely(agent.policy(agent.normalize(flat))).cpu().numpy())

@@ -659,8 +659,8 @@ class Flat(gym.Wrapper):
 
 
 def flatten(space: gym.Space, obs: Any) -> np.ndarray:
-    """An observation as a vector [D]. Unlike Gymnasium's function, it fails unless there are D numbers, and
-    cuts no decimals where the space says that there are none.
+    """An observation as a vector [D]. It fails unless there are D numbers, and decimals stay: Gymnasium's
+    function of this name cuts them if the space is one of integers.
     """
     if isinstance(space, gym.spaces.Dict):  # its order is alphabetical, if it was made from a plain dict
         return np.concatenate([flatten(part, obs[name]) for name, part in space.items()])
@@ -708,7 +708,9 @@ def find_unit_obs(space: gym.Space) -> np.ndarray:
 def check_actions(space: gym.Space, args: Args) -> None:
     """Raise `Refused` for actions that a policy here cannot choose."""
     if not isinstance(space, gym.spaces.Discrete) or space.start != 0:
-        raise Refused(f"actions must be Discrete(n), from 0, not {space} (for Box: ppo_continuous.py)")
+        raise Refused(
+            f"{args.env_id} has actions {space}, not Discrete(n) from 0 (for Box: ppo_continuous.py)"
+        )
 
 
 def make_eval_env(args: Args) -> gym.Env:
@@ -928,7 +930,8 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
     @torch.inference_mode()
     def policy(obs: Any, start: bool | np.ndarray) -> np.ndarray:
         nonlocal memory
-        is_batch = isinstance(space, gym.spaces.Box) and np.shape(obs)[1:] == space.shape != np.shape(obs)
+        shape = np.shape(obs)
+        is_batch = isinstance(space, gym.spaces.Box) and shape != space.shape and shape[1:] == space.shape
         flat = np.reshape(obs, (len(obs), size)) if is_batch else flatten(space, obs)
         flat = torch.as_tensor(flat, dtype=torch.float32, device=device)
         rows = agent.normalize(flat).reshape(-1, flat.shape[-1])

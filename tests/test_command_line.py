@@ -49,8 +49,8 @@ REFUSALS = {  # words of the command, one of each kind, and what the refusal mus
     "--init a.pt --evaluate a.pt": "exclude one another",
     "--evaluate latest --exp-name a": "no checkpoint of a run with --exp-name a",
     f"--evaluate {__file__}": "not a checkpoint",
-    "--env-id user_envs:Pairs-v0": "Discrete(n), from 0, not MultiDiscrete",
-    "--env-id user_envs:FromOne-v0": "Discrete(n), from 0, not Discrete(3, start=1)",
+    "--env-id user_envs:Pairs-v0": "MultiDiscrete([2 3]), not Discrete(n)",
+    "--env-id user_envs:FromOne-v0": "Discrete(3, start=1), not Discrete(n) from 0",
     "--env-id Pendulum-v1": "ppo_continuous.py",
     "--env-id user_envs:Blind-v0 --capture-video": "render_mode='rgb_array'",
 }
