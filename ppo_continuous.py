@@ -687,8 +687,8 @@ class Flat(gym.Wrapper):
         super().__init__(env)
         self.space = env.observation_space
         unit = find_unit_obs(self.space)  # in the new space, these alone have bounds, 0 and 1
-        low, high = np.where(unit, 0, -np.inf), np.where(unit, 1, np.inf)
-        self.observation_space = gym.spaces.Box(low, high, dtype=np.float32)
+        low, high = np.float32(np.where(unit, 0, -np.inf)), np.float32(np.where(unit, 1, np.inf))
+        self.observation_space = gym.spaces.Box(low, high)
 
     def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
         obs, _ = self.env.reset(**kwargs)
