@@ -1005,7 +1005,7 @@ def print_commands(args: Args, path: Path, env: gym.Env) -> None:
 
 def stop(*_: Any) -> None:
     """End training after this iteration, and save, or the evaluation; a second Ctrl-C stops at once."""
-    os.write(2, b"stopping soon, with all that is done; a second Ctrl-C stops at once, without saving it\n")
+    os.write(2, b"stopping after this iteration or evaluation step; a second Ctrl-C stops at once, unsaved\n")
     STOP.set()
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

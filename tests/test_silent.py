@@ -143,7 +143,7 @@ def test_what_a_checkpoint_cannot_hold_fails_at_the_first_save(where, tmp_path, 
 
     monkeypatch.setattr(ppo.Run, "log", changed)
     with pytest.raises(Exception, match="Unsupported global"):
-        train(DISCRETE, tmp_path, monkeypatch, total_timesteps=10**6)
+        train(DISCRETE, tmp_path, monkeypatch, total_timesteps=3000)
     assert len(user_envs.LOG["steps"]) <= 1 + SMALL["num_envs"] * SMALL["num_steps"]
 
 
