@@ -829,18 +829,18 @@ class Run:
 
     def finish(self, env: gym.Env, show_commands: bool) -> dict:
         """Save, evaluate unless the run was stopped, and close the log. Returns the results."""
-        stopped = STOP.is_set()
+        complete = self.state.global_step >= self.args.total_timesteps
         if self.state.global_step > self.first_step or self.args.resume is None:
             self.save()
         if show_commands:
-            print_commands(self.args, self.path, env)
+            print_commands(self.args, self.path, env, complete)
         average = float(np.mean(self.state.returns)) if self.state.returns else math.nan
         returns = evaluate(self.path, self.args, env)
         if len(returns) > 0:
             self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
         self.writer.close()
         self.lock.close()
-        if not stopped:  # the run is complete, even if the evaluation was stopped
+        if complete:  # although the evaluation may have been stopped
             STOP.clear()
         return {"checkpoint": str(self.path), "training_return": average, "greedy_returns": returns}
 
@@ -1002,11 +1002,11 @@ def parse_args() -> Args:
     return replace(args, resume=args.resume and str(path), evaluate=args.evaluate and str(path))
 
 
-def print_commands(args: Args, path: Path, env: gym.Env) -> None:
+def print_commands(args: Args, path: Path, env: gym.Env, complete: bool) -> None:
     """Say how to resume a run, to watch its agent, and to check it."""
     script, file = Path(sys.argv[0]), shown(path)
     module = ["--env-id", args.env_id] if ":" in args.env_id else []  # a checkpoint imports none by itself
-    more = [] if STOP.is_set() else ["--total-timesteps", "MORE"]
+    more = ["--total-timesteps", "MORE"] if complete else []
     print("resume:", shlex.join(["python", str(script), "--resume", file, *module, *more]))
     if "rgb_array" in env.metadata.get("render_modes", []):
         print("watch: ", shlex.join(["python", str(script), "--evaluate", file, *module, "--capture-video"]))
