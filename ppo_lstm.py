@@ -46,6 +46,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -523,6 +524,8 @@ def train(args: Args, show_commands: bool = False) -> dict:
     too. It seeds the global random generators, sets the number of PyTorch's threads, and writes to runs/.
     """
     check_settings(args)
+    if type(args) is not Args:
+        raise Refused(f"put {type(args).__name__} in the place of Args, or checkpoints forget its settings")
     STOP.clear()
     plain = {name: value.item() for name, value in vars(args).items() if isinstance(value, np.generic)}
     args = replace(args, **plain)  # a checkpoint has no numbers of NumPy
@@ -560,7 +563,7 @@ def train(args: Args, show_commands: bool = False) -> dict:
         state.global_step += args.num_steps * args.num_envs
         run.log(metrics, episodes)
     results = run.finish(eval_env, show_commands)
-    envs.close()  # last: some simulators cannot be closed, and the results are there by now
+    close(envs)
     return results
 
 
@@ -589,7 +592,9 @@ def seed_spaces(env: gym.Env, seed: int) -> None:
     """Seed an environment's spaces, from which it may draw, such as the actions of an opponent."""
     env = env.unwrapped
     for name in ("action_space", "observation_space"):
-        space = getattr(env, name)
+        space = getattr(env, name, None)
+        if space is None:  # a wrapper has it
+            continue
         if inspect.getattr_static(type(env), name, None) is space:  # all of the class share it
             space = copy.deepcopy(space)
             setattr(env, name, space)
@@ -634,6 +639,9 @@ def make_env(args: Args, **kwargs) -> gym.Env:
     return gym.make(args.env_id, **json.loads(args.env_kwargs) | kwargs)
 
 
+CATEGORIES = gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary
+
+
 class Flat(gym.Wrapper):
     """Makes observations vectors [D], and drops the info: joining it is slow, and fails where types differ.
 
@@ -643,24 +651,39 @@ class Flat(gym.Wrapper):
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
-        self.space = env.observation_space
-        unit = find_unit_obs(self.space)  # in the new space, these alone have bounds, 0 and 1
-        low, high = np.float32(np.where(unit, 0, -np.inf)), np.float32(np.where(unit, 1, np.inf))
-        self.observation_space = gym.spaces.Box(low, high)
+        self.space, self.unit = env.observation_space, find_unit_obs(env.observation_space)
+        # In the new space, one-hot and binary numbers alone have bounds: 0 and 1.
+        low, high = np.where(self.unit, 0, -np.inf), np.where(self.unit, 1, np.inf)
+        self.observation_space = gym.spaces.Box(np.float32(low), np.float32(high))
+
+    def observe(self, obs: Any) -> np.ndarray:
+        """The observation as a vector."""
+        vector = flatten(self.space, obs)
+        unit = vector[self.unit]
+        if (unit != unit * unit).any():  # neither 0 nor 1
+            raise ValueError(f"{obs} is not of {self.space}")
+        return vector
 
     def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
         obs, _ = self.env.reset(**kwargs)
-        return flatten(self.space, obs), {}
+        return self.observe(obs), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         obs, reward, terminated, truncated, _ = self.env.step(action)
         # All are new values: the reset in the same step may overwrite arrays that the environment reuses.
-        return flatten(self.space, obs), np.asarray(reward).item(), bool(terminated), bool(truncated), {}
+        return self.observe(obs), number(reward), number(terminated) > 0, number(truncated) > 0, {}
+
+
+def number(value: Any) -> float:
+    """A number or a bool, which may be an array or a tensor of one element. All else fails."""
+    return float(np.asarray(value).item())
 
 
 def flatten(space: gym.Space, obs: Any) -> np.ndarray:
-    """An observation as a vector [D]. It fails unless there are D numbers, and decimals stay: Gymnasium's
-    function of this name cuts them if the space is one of integers.
+    """An observation as a vector [D]. Raises `ValueError` for one that is not of the space.
+
+    It differs from Gymnasium's function in that: there, a single number is taken for D, decimals are cut
+    where the space has integers, and a category of -1 is the last one.
     """
     if isinstance(space, gym.spaces.Dict):  # its order is alphabetical, if it was made from a plain dict
         return np.concatenate([flatten(part, obs[name]) for name, part in space.items()])
@@ -668,6 +691,8 @@ def flatten(space: gym.Space, obs: Any) -> np.ndarray:
         return np.concatenate([flatten(part, value) for part, value in zip(space, obs, strict=True)])
     if isinstance(space, gym.spaces.Box):
         return np.array(obs, np.float32).reshape(math.prod(space.shape))
+    if isinstance(space, CATEGORIES) and not space.contains(np.reshape(obs, space.shape)):
+        raise ValueError(f"{obs} is not of {space}")
     return gym.spaces.flatten(space, obs).astype(np.float32)
 
 
@@ -702,7 +727,7 @@ def find_unit_obs(space: gym.Space) -> np.ndarray:
         return np.concatenate([find_unit_obs(part) for part in parts])
     if isinstance(space, gym.spaces.Box):
         return ((space.low == 0) & (space.high == 1) & (space.dtype.kind != "f")).flatten()
-    return np.full(gym.spaces.flatdim(space), True)
+    return np.full(gym.spaces.flatdim(space), isinstance(space, CATEGORIES))
 
 
 def check_actions(space: gym.Space, args: Args) -> None:
@@ -730,6 +755,13 @@ def make_eval_env(args: Args) -> gym.Env:
         flat = Flat(env)
         flat.reset(seed=args.seed)
         flat.step(env.action_space.sample())
+        torch.manual_seed(args.seed)
+        states = [torch.get_rng_state()]
+        for _ in range(2):
+            flat.reset()
+            states.append(torch.get_rng_state())
+        if not torch.equal(states[0], states[1]) and torch.equal(states[1], states[2]):
+            raise Refused("reset seeds PyTorch's generator: all episodes would explore alike")
         if args.capture_video and not find_spec("moviepy"):
             raise Refused("--capture-video needs: pip install moviepy")
         if args.capture_video and (env.render_mode != "rgb_array" or env.render() is None):
@@ -897,7 +929,7 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
 
 def load_weights(agent: Agent, weights: dict[str, Tensor], env: gym.Env) -> None:
     """Load the networks and normalisers of a checkpoint."""
-    space = gym.spaces.flatten_space(env.observation_space)
+    space = gym.spaces.flatten_space(env.space if isinstance(env, Flat) else env.observation_space)
     # Checkpoints of version 0.2 have no `unit_obs`: there, it was any number with the bounds 0 and 1.
     bounded = torch.from_numpy((space.low == 0) & (space.high == 1))
     agent.load_state_dict({"unit_obs": bounded} | weights)
@@ -930,8 +962,7 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
     @torch.inference_mode()
     def policy(obs: Any, start: bool | np.ndarray) -> np.ndarray:
         nonlocal memory
-        shape = np.shape(obs)
-        is_batch = isinstance(space, gym.spaces.Box) and shape != space.shape and shape[1:] == space.shape
+        is_batch = isinstance(space, gym.spaces.Box) and np.shape(obs)[1:] == space.shape != np.shape(obs)
         flat = np.reshape(obs, (len(obs), size)) if is_batch else flatten(space, obs)
         flat = torch.as_tensor(flat, dtype=torch.float32, device=device)
         rows = agent.normalize(flat).reshape(-1, flat.shape[-1])
@@ -960,6 +991,7 @@ def evaluate(path: str | Path, args: Args, env: gym.Env | None = None) -> np.nda
             folder = Path(path).parent / "videos"
             env = gym.wrappers.RecordVideo(env, str(folder), lambda episode: True)
             print(f"videos: {shown(folder)}")
+        env = Flat(env)
         policy = load_policy(path, env, args.device)
         seed_spaces(env, seed)
         while len(returns) < args.eval_episodes and not STOP.is_set():
@@ -967,7 +999,7 @@ def evaluate(path: str | Path, args: Args, env: gym.Env | None = None) -> np.nda
             total = 0.0
             for step in range(10_000):  # some environments never end
                 obs, reward, terminated, truncated, _ = env.step(policy(obs, start=step == 0))
-                total += np.asarray(reward).item()
+                total += reward
                 if terminated or truncated or STOP.is_set():
                     break
             else:
@@ -978,8 +1010,16 @@ def evaluate(path: str | Path, args: Args, env: gym.Env | None = None) -> np.nda
             steps = load_checkpoint(path)[1]["state"]["global_step"]
             result = f"{np.mean(returns):.5g} +/- {np.std(returns):.3g} in {len(returns)} episodes"
             print(f"evaluation return {result} with the most likely actions, after {steps:,} steps")
-        env.close()
+        close(env)
     return np.array(returns)
+
+
+def close(env: gym.Env | VectorEnv) -> None:
+    """Close environments that are done. Some fail to: that is shown, and nothing is lost by it."""
+    try:
+        env.close()
+    except Exception:
+        traceback.print_exc()
 
 
 def parse_args() -> Args:
@@ -1008,7 +1048,7 @@ def print_commands(args: Args, path: Path, env: gym.Env, complete: bool) -> None
     module = ["--env-id", args.env_id] if ":" in args.env_id else []  # a checkpoint imports none by itself
     more = ["--total-timesteps", "MORE"] if complete else []
     print("resume:", shlex.join(["python", str(script), "--resume", file, *module, *more]))
-    if "rgb_array" in env.metadata.get("render_modes", []):
+    if "rgb_array" in (env.metadata.get("render_modes") or []):
         print("watch: ", shlex.join(["python", str(script), "--evaluate", file, *module, "--capture-video"]))
     if (coach := script.with_name("coach.py")).exists():  # not beside a copy
         print("check: ", shlex.join(["python", str(coach), "check", os.path.dirname(file)]))

@@ -55,12 +55,13 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
 }
 EARLIER = {  # script: units of its original that it still has in the form of version 0.2, or not yet
     "ppo_atari.py": "sample most_likely compute_gae batch_metrics adapted Refused hash_seed seed_everything "
-    "seed_spaces other_random_numbers Flat Flat.__init__ Flat.reset Flat.step flatten find_unit_obs "
-    "check_actions make_eval_env check_numbers Run.__init__ Run.save Run.log Run.finish lock run_path shown "
-    "find_checkpoint load_checkpoint load_weights load_start print_commands stop",
-    "ppo_gpu.py": "sample most_likely batch_metrics adapted Refused seed_spaces other_random_numbers Flat "
-    "Flat.__init__ Flat.reset Flat.step flatten find_unit_obs check_actions make_eval_env check_numbers "
-    "Run.__init__ Run.save lock run_path shown find_checkpoint load_checkpoint load_weights load_start stop",
+    "seed_spaces other_random_numbers CATEGORIES Flat Flat.__init__ Flat.observe Flat.reset Flat.step number "
+    "flatten find_unit_obs check_actions make_eval_env check_numbers Run.__init__ Run.save Run.log Run.finish "
+    "lock run_path shown find_checkpoint load_checkpoint load_weights load_start close print_commands stop",
+    "ppo_gpu.py": "sample most_likely batch_metrics adapted Refused seed_spaces other_random_numbers "
+    "CATEGORIES Flat Flat.__init__ Flat.observe Flat.reset Flat.step number flatten find_unit_obs "
+    "check_actions make_eval_env check_numbers Run.__init__ Run.save lock run_path shown find_checkpoint "
+    "load_checkpoint load_weights load_start close stop",
 }
 
 
