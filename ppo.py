@@ -31,8 +31,6 @@ PPO comes first: networks, equations, then the algorithm up to `train`, which re
 Shapes: T steps per rollout, N environments, B = T x N transitions, D numbers per observation, A actions.
 """
 
-import copy
-import inspect
 import json
 import math
 import os
@@ -47,13 +45,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import IO, Any, Literal, NamedTuple, get_args, get_origin
 
 import gymnasium as gym
 import numpy as np
@@ -69,38 +67,38 @@ from torch.utils.tensorboard import SummaryWriter
 class Args:  # the trailing comments become --help
     exp_name: str = Path(sys.argv[0]).stem or "ppo"  # part of the run folder's name
     seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
-    resume: str | None = None  # resume this checkpoint, or the latest; flags override its settings
-    evaluate: str | None = None  # only evaluate this checkpoint, or the latest, greedily
-    init: str | None = None  # begin a new run with the networks and normalisers of this checkpoint
-    eval_episodes: int = 10  # episodes of an evaluation
+    resume: str | None = None  # resume from this checkpoint or `latest`; flags override its settings
+    evaluate: str | None = None  # only evaluate this checkpoint or `latest`, greedily
+    init: str | None = None  # start a new run from the networks and normalisers of this checkpoint
+    eval_episodes: int = 10  # number of evaluation episodes
     capture_video: bool = False  # record the evaluation in the run folder (needs moviepy)
-    track: bool = False  # mirror TensorBoard to Weights & Biases, to its WANDB_PROJECT (needs wandb)
+    track: bool = False  # also log to Weights & Biases, to its WANDB_PROJECT (needs wandb)
     device: str = "cpu"  # cpu, cuda or mps; small networks are fastest on the CPU
     compile: bool = False  # compile the gradient step: pays off after about 25 s (PyTorch >= 2.13)
 
     # Environment
     env_id: str = "CartPole-v1"  # Gymnasium id; `module:EnvId-v0` imports the module first
     env_kwargs: str = "{}"  # environment arguments, as JSON
-    num_envs: int = 16  # N: environments that step in parallel
+    num_envs: int = 16  # N: number of environments
     async_envs: bool = False  # one process per environment: worthwhile when steps are slow
 
     # PPO
-    total_timesteps: float = 500_000  # total number of transitions; 1e6 is fine
+    total_timesteps: float = 500_000  # total number of transitions, also as 1e6
     num_steps: int = 64  # T: steps of each environment per rollout
     learning_rate: float = 1e-3  # Adam's step size; with --adapt learning-rate, its upper limit
     anneal_lr: bool = True  # decay the learning rate linearly to 0
     gamma: float = 0.99  # γ: discount factor
-    gae_lambda: float = 0.98  # λ: trades bias (0) against variance (1) of the advantages
-    update_epochs: int = 15  # K: passes over each rollout
+    gae_lambda: float = 0.98  # λ of GAE: lower values give more bias, higher ones more variance
+    update_epochs: int = 15  # K: epochs per rollout
     num_minibatches: int = 4  # minibatches per epoch, one gradient step each
     norm_adv: bool = True  # normalise the advantages of each minibatch to mean 0, standard deviation 1
-    surrogate: Literal["clip", "kl-penalty"] = "clip"  # clipped ratio, or KL penalty
+    surrogate: Literal["clip", "kl-penalty"] = "clip"  # policy objective: clipped ratio, or KL penalty
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
     clip_vloss: bool = False  # also clip the change of the value to ±ε
     kl_coef: float = 1.0  # β: weight of the KL penalty
-    adapt: Literal["none", "kl-coef", "clip-coef", "learning-rate"] = "none"  # adapt this to the KL
-    desired_kl: float = 0.01  # KL divergence per iteration at which --adapt aims, in nats
-    target_kl: float | None = None  # stop an iteration after an epoch whose KL divergence exceeds this
+    adapt: Literal["none", "kl-coef", "clip-coef", "learning-rate"] = "none"  # adapted to the KL divergence
+    desired_kl: float = 0.01  # KL divergence per iteration that --adapt aims at, in nats
+    target_kl: float | None = None  # early stopping: end an iteration after an epoch of a larger KL
     ent_coef: float = 0.01  # c₂: weight of the entropy bonus
     anneal_ent_coef: bool = False  # decay the entropy coefficient linearly to 0
     target_entropy: float | None = None  # adapt the entropy coefficient to hold this entropy, in nats
@@ -108,12 +106,12 @@ class Args:  # the trailing comments become --help
     max_grad_norm: float = 0.5  # clip the gradient to this global norm
     norm_obs: bool = True  # normalise observations, except one-hot and binary ones, by running mean and std
     norm_rewards: bool = True  # divide rewards by the running std of the discounted return
-    hidden_size: int = 64  # width of the two hidden layers of the actor, and of the critic
+    hidden_size: int = 64  # units in each of the two hidden layers of actor and critic
 
 
-# Limits of the settings, both included. With more than 30 epochs, or ε above 0.3, the policy moves too far
-# from the one that collected the data. To study what is refused, change this table in your program. A number
-# of your own in Args is checked once it has an entry here.
+# Allowed values, limits included. With more than 30 epochs, or ε above 0.3, the policy moves too far from the
+# one that collected the data. To study what is refused, change this table in your program. A setting that you
+# add is checked if it has an entry here.
 BOUNDS = {
     "seed": (0, 2**31), "eval_episodes": (1, math.inf), "num_envs": (1, math.inf), "num_steps": (1, math.inf),
     "total_timesteps": (1, 1e15), "learning_rate": (0, 1), "gamma": (0, 1), "gae_lambda": (0, 1),
@@ -162,15 +160,15 @@ class Agent(nn.Module):
         self.critic = mlp(obs_size, args.hidden_size, 1, last_gain=1.0)
         self.obs_moments, self.return_moments = RunningMoments(obs_size), RunningMoments(1)
         self.norm_obs = args.norm_obs
-        unit = (obs_space.low == 0) & (obs_space.high == 1)  # one-hot or binary: these stay as they are
-        self.unit_obs = nn.Buffer(torch.from_numpy(unit))
+        is_binary = (obs_space.low == 0) & (obs_space.high == 1)  # or one-hot: these stay as they are
+        self.binary_obs = nn.Buffer(torch.from_numpy(is_binary))
 
     def normalize(self, obs: Tensor) -> Tensor:
         """Raw observations [..., D] as the networks see them: (x - mean) / std within ±10, or unchanged."""
         if not self.norm_obs:
             return obs
         mean, scale = self.obs_moments.mean, torch.rsqrt(self.obs_moments.var + 1e-8)
-        return torch.where(self.unit_obs, obs, (obs - mean) * scale).clamp(-10, 10)
+        return torch.where(self.binary_obs, obs, (obs - mean) * scale).clamp(-10, 10)
 
     def policy(self, obs: Tensor) -> Tensor:
         """π(·|s), as log-probabilities [..., A], for normalised observations [..., D]."""
@@ -339,6 +337,7 @@ def collect_rollout(envs: VectorEnv, agent: Agent, rollout: Rollout, args: Args)
         rollout.episode_returns += rewards
         rollout.episode_lengths += 1
         for n in np.flatnonzero(rollout.terminated[t] | rollout.truncated[t]):
+            # Unlike an assignment alone, np.reshape fails where a single number would be copied D times.
             rollout.next_obs[t, n] = np.reshape(infos["final_obs"][n], rollout.obs.shape[-1])
             episodes.append((float(rollout.episode_returns[n]), int(rollout.episode_lengths[n])))
             rollout.episode_returns[n] = rollout.episode_lengths[n] = 0
@@ -437,19 +436,19 @@ def update(
 def batch_metrics(batch: Batch, args: Args, state: State) -> dict[str, float]:
     """The coefficients, how well V_old predicts the returns, and the shares of numbers clipped to ±10.
 
-    Where all returns are equal, nothing is to be explained: the explained variance is NaN, and not logged.
+    If all returns are equal, there is nothing to predict, and no metric for it.
     """
     errors = batch.returns - batch.old_values  # of the critic
     variance, mean_square = batch.returns.var(correction=0), batch.returns.square().mean()
-    explained_variance = 1 - errors.var(correction=0) / variance
     metrics = {
         "charts/learning_rate": state.learning_rate,
         "charts/clip_coef": state.clip_coef,
         "charts/kl_coef": state.kl_coef,
         "charts/ent_coef": state.ent_coef,
-        "explained_variance": explained_variance.item() if variance > 1e-12 * mean_square else math.nan,
-        "critic_error": (errors.square().mean() / mean_square).sqrt().item(),
     }
+    if variance > 1e-12 * mean_square:  # not only rounding
+        metrics["explained_variance"] = (1 - errors.var(correction=0) / variance).item()
+        metrics["critic_error"] = (errors.square().mean() / mean_square).sqrt().item()
     if args.norm_obs:  # where many are clipped, large ones look the same
         metrics["obs_clipfrac"] = (batch.obs.abs() >= 10).float().mean().item()
     if args.norm_rewards:
@@ -486,7 +485,7 @@ def adjust_coefficients(state: State, args: Args) -> None:
 
 
 def adapted(coefficient: float, factor: float, low: float, high: float) -> float:
-    """The coefficient times the factor, within limits. If it grows, it is 1e-5 at least: 0 would stay 0."""
+    """The coefficient times the factor, within limits. If it grows, it is at least 1e-5: 0 would stay 0."""
     low = max(low, 1e-5) if factor > 1 else low
     return min(max(coefficient * factor, low), high)
 
@@ -495,13 +494,11 @@ def train(args: Args, show_commands: bool = False) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation. If killed, it loses a minute or an iteration.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
-    `Refused`, a `ValueError`, where training would be wrong. With `resume`, the settings are those of `args`,
-    too. It seeds the global random generators, sets the number of PyTorch's threads, and writes to runs/.
+    `Refused`, a `ValueError`, where training would be wrong. With `resume`, settings come from `args`, not
+    from the checkpoint. It seeds the global random generators, sets PyTorch's threads, and writes to runs/.
     """
-    check_settings(args)
-    if type(args) is not Args:
-        raise Refused(f"put {type(args).__name__} in the place of Args, or checkpoints forget its settings")
     STOP.clear()
+    check_settings(args)
     plain = {name: value.item() for name, value in vars(args).items() if isinstance(value, np.generic)}
     args = replace(args, **plain)  # a checkpoint has no numbers of NumPy
     torch.set_num_threads(1)  # for small networks, one is fastest
@@ -554,7 +551,7 @@ class Refused(ValueError):  # noqa: N818
 
 
 def hash_seed(*numbers: int) -> int:
-    """A seed from several numbers. Environment i gets it + i: unhashed, seeds 1 and 2 would share most."""
+    """A seed from several numbers. Environment i gets this + i; unhashed, seeds 1 and 2 would share most."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1  # some simulators take only 31 bits
 
 
@@ -566,23 +563,20 @@ def seed_everything(seed: int) -> None:
 
 def seed_spaces(env: gym.Env, seed: int) -> None:
     """Seed an environment's spaces, from which it may draw, such as the actions of an opponent."""
-    env = env.unwrapped
-    for name in ("action_space", "observation_space"):
-        space = getattr(env, name, None)
-        if space is None:  # a wrapper has it
-            continue
-        if inspect.getattr_static(type(env), name, None) is space:  # all of the class share it
-            space = copy.deepcopy(space)
-            setattr(env, name, space)
-        space.seed(seed)
+    for layer in (env, env.unwrapped):
+        for name in ("action_space", "observation_space"):
+            if hasattr(layer, name):
+                getattr(layer, name).seed(seed)
 
 
 @contextmanager
-def other_random_numbers(seed: int) -> Iterator[None]:
-    """Seed all generators for the `with` block, and put them back after it: training does not notice."""
+def isolated_random_numbers(seed: int) -> Iterator[None]:
+    """Seed all generators inside the `with` block, and restore them after it, so that training can go on."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)):
-        seed_everything(seed)
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        torch.default_generator.manual_seed(seed)  # of the CPU: those of GPUs stay as they are
         try:
             yield
         finally:
@@ -605,21 +599,23 @@ def compiled(function: Callable) -> Callable:
 
 
 def check_settings(args: Args) -> None:
-    """Raise `Refused` for settings with which training would be wrong, or not what they say."""
+    """Raise `Refused` for settings that would train wrongly, or have no effect."""
+    if type(args) is not Args:
+        raise Refused(f"replace Args by {type(args).__name__}, or a checkpoint forgets what that adds")
     for name, (low, high) in BOUNDS.items():
         value = getattr(args, name)
         if value is not None and not low <= value <= high:  # NaN is refused, too
             raise Refused(f"--{name.replace('_', '-')} must be from {low} to {high}, not {value}")
-    for name, kind in get_type_hints(Args).items():
-        if get_origin(kind) is Literal and getattr(args, name) not in get_args(kind):
-            raise Refused(f"{name} must be one of {get_args(kind)}, not {getattr(args, name)!r}")
+    for setting in fields(Args):
+        value, choices = getattr(args, setting.name), get_args(setting.type)
+        if get_origin(setting.type) is Literal and value not in choices:
+            raise Refused(f"--{setting.name} must be one of {choices}, not {value!r}")
     if args.num_envs * args.num_steps < 2 * args.num_minibatches:
         raise Refused("each minibatch needs two transitions or more: lower --num-minibatches")
     if not args.norm_adv and args.update_epochs * args.num_minibatches > 1:
         raise Refused("several gradient steps need --norm-adv")
-    if args.adapt == ("kl-coef" if args.surrogate == "clip" else "clip-coef"):
-        raise Refused(f"--adapt {args.adapt} has no effect with --surrogate {args.surrogate}")
     is_used = {
+        "adapt": args.adapt != ("kl-coef" if args.surrogate == "clip" else "clip-coef"),
         "clip_coef": args.surrogate == "clip" or args.clip_vloss,
         "kl_coef": args.surrogate == "kl-penalty",
         "desired_kl": args.adapt != "none",
@@ -638,11 +634,8 @@ def make_env(args: Args, **kwargs) -> gym.Env:
     return gym.make(args.env_id, **json.loads(args.env_kwargs) | kwargs)
 
 
-CATEGORIES = gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary
-
-
 class Flat(gym.Wrapper):
-    """Makes observations vectors [D], and drops the info: joining it is slow, and fails where types differ.
+    """Flattens observations to vectors [D], and drops the info, which is slow to join.
 
     To use a number of the info, return it in `step`, and 0 in `reset`. `collect_rollout` then finds it in
     `infos`; where an episode ended, that is the reset's 0, and the last step's is in `infos["final_info"]`.
@@ -650,39 +643,26 @@ class Flat(gym.Wrapper):
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
-        self.space, self.unit = env.observation_space, find_unit_obs(env.observation_space)
+        self.space, binary = env.observation_space, find_binary_obs(env.observation_space)
         # In the new space, one-hot and binary numbers alone have bounds: 0 and 1.
-        low, high = np.where(self.unit, 0, -np.inf), np.where(self.unit, 1, np.inf)
+        low, high = np.where(binary, 0, -np.inf), np.where(binary, 1, np.inf)
         self.observation_space = gym.spaces.Box(np.float32(low), np.float32(high))
-
-    def observe(self, obs: Any) -> np.ndarray:
-        """The observation as a vector."""
-        vector = flatten(self.space, obs)
-        unit = vector[self.unit]
-        if (unit != unit * unit).any():  # neither 0 nor 1
-            raise ValueError(f"{obs} is not of {self.space}")
-        return vector
 
     def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
         obs, _ = self.env.reset(**kwargs)
-        return self.observe(obs), {}
+        return flatten(self.space, obs), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         obs, reward, terminated, truncated, _ = self.env.step(action)
-        # All are new values: the reset in the same step may overwrite arrays that the environment reuses.
-        return self.observe(obs), number(reward), number(terminated) > 0, number(truncated) > 0, {}
-
-
-def number(value: Any) -> float:
-    """A number or a bool, which may be an array or a tensor of one element. All else fails."""
-    return float(np.asarray(value).item())
+        obs, reward = flatten(self.space, obs), float(np.asarray(reward).item())
+        # All are copies: the reset in the same step may overwrite arrays that the environment reuses.
+        return obs, reward, bool(terminated), bool(truncated), {}
 
 
 def flatten(space: gym.Space, obs: Any) -> np.ndarray:
-    """An observation as a vector [D]. Raises `ValueError` for one that is not of the space.
+    """An observation as a vector [D]. Raises `ValueError` unless a `Box` has as many numbers as its space.
 
-    It differs from Gymnasium's function in that: there, a single number is taken for D, decimals are cut
-    where the space has integers, and a category of -1 is the last one.
+    Gymnasium's function of this name does not, and cuts decimals if the space is one of integers.
     """
     if isinstance(space, gym.spaces.Dict):  # its order is alphabetical, if it was made from a plain dict
         return np.concatenate([flatten(part, obs[name]) for name, part in space.items()])
@@ -690,8 +670,6 @@ def flatten(space: gym.Space, obs: Any) -> np.ndarray:
         return np.concatenate([flatten(part, value) for part, value in zip(space, obs, strict=True)])
     if isinstance(space, gym.spaces.Box):
         return np.array(obs, np.float32).reshape(math.prod(space.shape))
-    if isinstance(space, CATEGORIES) and not space.contains(np.reshape(obs, space.shape)):
-        raise ValueError(f"{obs} is not of {space}")
     return gym.spaces.flatten(space, obs).astype(np.float32)
 
 
@@ -710,23 +688,23 @@ def make_envs(args: Args, seed: int) -> VectorEnv:
         seed_spaces(env, seed + index)
         return Flat(env)
 
+    vectorize = AsyncVectorEnv if args.async_envs else SyncVectorEnv
     makers = [partial(make, index) for index in range(args.num_envs)]
-    if args.async_envs:
-        return AsyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
-    envs = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
-    if len({id(env.unwrapped) for env in envs.envs}) < args.num_envs:
+    envs = vectorize(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+    if not args.async_envs and len({id(env.unwrapped) for env in envs.envs}) < args.num_envs:
         raise Refused("make_env must return a new environment in each call")
     return envs
 
 
-def find_unit_obs(space: gym.Space) -> np.ndarray:
+def find_binary_obs(space: gym.Space) -> np.ndarray:
     """Which numbers [D] of a flattened observation are one-hot or binary."""
     if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
         parts = space.values() if isinstance(space, gym.spaces.Dict) else space
-        return np.concatenate([find_unit_obs(part) for part in parts])
+        return np.concatenate([find_binary_obs(part) for part in parts])
     if isinstance(space, gym.spaces.Box):
         return ((space.low == 0) & (space.high == 1) & (space.dtype.kind != "f")).flatten()
-    return np.full(gym.spaces.flatdim(space), isinstance(space, CATEGORIES))
+    categories = gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary
+    return np.full(gym.spaces.flatdim(space), isinstance(space, categories))
 
 
 def check_actions(space: gym.Space, args: Args) -> None:
@@ -742,35 +720,32 @@ def make_eval_env(args: Args) -> gym.Env:
 
     Raises `Refused` for an environment with which training would be wrong.
     """
-    with other_random_numbers(args.seed):
+    with isolated_random_numbers(args.seed):
         env = make_env(args, **({"render_mode": "rgb_array"} if args.capture_video else {}))
         check_actions(env.action_space, args)
-        wrapper: Any = env
-        while isinstance(wrapper, gym.Wrapper):
-            if (name := type(wrapper).__name__) in ("NormalizeObservation", "NormalizeReward"):
-                raise Refused(f"remove {name}: --norm-obs and --norm-rewards do the same, and are saved")
-            wrapper = wrapper.env
+        if env.has_wrapper_attr("update_running_mean"):
+            raise Refused("no NormalizeObservation, NormalizeReward: --norm-obs, --norm-rewards are saved")
         seed_spaces(env, args.seed)
         flat = Flat(env)
         flat.reset(seed=args.seed)
         flat.step(env.action_space.sample())
-        torch.manual_seed(args.seed)
-        states = [torch.get_rng_state()]
-        for _ in range(2):
-            flat.reset()
-            states.append(torch.get_rng_state())
-        if not torch.equal(states[0], states[1]) and torch.equal(states[1], states[2]):
-            raise Refused("reset seeds PyTorch's generator: all episodes would explore alike")
+        torch.rand(1)
+        before = torch.get_rng_state()
+        flat.reset()
+        once = torch.get_rng_state()
+        flat.reset()
+        if not torch.equal(before, once) and torch.equal(once, torch.get_rng_state()):
+            raise Refused("reset seeds PyTorch's generator: exploration would repeat in each episode")
         if args.capture_video and not find_spec("moviepy"):
             raise Refused("--capture-video needs: pip install moviepy")
-        if args.capture_video and (env.render_mode != "rgb_array" or env.render() is None):
-            raise Refused("--capture-video needs an environment that takes render_mode='rgb_array'")
+        if args.capture_video and not (env.render_mode and np.ndim(env.render()) == 3):
+            raise Refused("--capture-video needs an environment with render_mode='rgb_array'")
     return env
 
 
 def check_numbers(rollout: Rollout) -> None:
     """Raise `FloatingPointError` where a number is NaN, or too large for float32 to have its square."""
-    next_obs = np.where(rollout.terminated[..., np.newaxis], 0, rollout.next_obs)  # there, it does not count
+    next_obs = np.where(rollout.terminated[..., np.newaxis], 0, rollout.next_obs)  # unused after termination
     for name, numbers in {"obs": rollout.obs, "next_obs": next_obs, "reward": rollout.rewards}.items():
         wrong = np.argwhere(~(np.abs(numbers) < 1e15))
         if len(wrong) > 0:
@@ -789,7 +764,7 @@ class Run:
         self.path, self.args, self.agent, self.optimizer, self.state = path, args, agent, optimizer, state
         folder = path.parent
         folder.mkdir(parents=True, exist_ok=True)
-        self.lock = lock(folder)
+        self.lock_file = lock_folder(folder)
         if args.track:
             import wandb
 
@@ -829,11 +804,12 @@ class Run:
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
             print("acting and learning do not compute the same policy: is a mask, or dropout, in only one?")
             self.warned = True
-        moments = self.agent.obs_moments
-        rounded = 1e-5 * moments.mean.abs() > 1 + moments.var.sqrt()  # float32 has about 7 digits
-        if rounded.any() and not self.warned:
-            print(f"float32 rounds observations {rounded.nonzero().flatten().tolist()}: subtract their means")
-            self.warned = True
+        mean, std = self.agent.obs_moments.mean, self.agent.obs_moments.var.sqrt()
+        is_first = self.last_save == -math.inf
+        if is_first and (1e-5 * mean.abs() > 0.1 + std).any():  # float32 has 7 digits
+            print("float32 rounds an observation to few values: subtract its mean, or a constant")
+        if is_first and ((std > 0) & (std < 1e-5)).any():  # less than the normaliser's ε
+            print("an observation varies by less than 1e-5, and is hardly seen: scale it if it matters")
         args, state, step, now = self.args, self.state, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
         if episodes:
@@ -847,8 +823,7 @@ class Run:
             scalars["charts/episodic_length"] = lengths.mean()
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
         for tag, value in scalars.items():
-            if not math.isnan(value):
-                self.writer.add_scalar(tag, value, step)
+            self.writer.add_scalar(tag, value, step)
         if now - self.last_save > 60:
             self.save()
         if step >= args.total_timesteps or now - self.last_print > 5:
@@ -870,22 +845,23 @@ class Run:
         if len(returns) > 0:
             self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
         self.writer.close()
-        self.lock.close()
+        self.lock_file.close()
         if complete:  # although the evaluation may have been stopped
             STOP.clear()
         return {"checkpoint": str(self.path), "training_return": average, "greedy_returns": returns}
 
 
-def lock(folder: Path) -> IO:
-    """Lock a run's folder until this process ends. Raises `Refused` if another one has locked it."""
+def lock_folder(folder: Path) -> IO:
+    """Lock a run's folder for this process, until it ends. Raises `Refused` if another one has it."""
     file = (folder / ".lock").open("w")
-    with suppress(ImportError, OSError):  # Windows, and some file systems, have no such locks
+    try:
         import fcntl
 
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            raise Refused(f"{shown(folder)} is of a run that is still going") from None
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise Refused(f"{shown(folder)} is of a run that is still going") from None
+    except (ImportError, OSError):  # Windows, and some file systems, have no such locks
+        pass
     return file
 
 
@@ -929,9 +905,9 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
 def load_weights(agent: Agent, weights: dict[str, Tensor], env: gym.Env) -> None:
     """Load the networks and normalisers of a checkpoint."""
     space = gym.spaces.flatten_space(env.space if isinstance(env, Flat) else env.observation_space)
-    # Checkpoints of version 0.2 have no `unit_obs`: there, it was any number with the bounds 0 and 1.
+    # Checkpoints of version 0.2 have no `binary_obs`: there, it was any number with the bounds 0 and 1.
     bounded = torch.from_numpy((space.low == 0) & (space.high == 1))
-    agent.load_state_dict({"unit_obs": bounded} | weights)
+    agent.load_state_dict({"binary_obs": bounded} | weights)
 
 
 def load_start(args: Args) -> dict:
@@ -970,11 +946,11 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
 def evaluate(path: str | Path, args: Args, env: gym.Env | None = None) -> np.ndarray:
     """Play --eval-episodes episodes with the most likely actions; print and return their returns.
 
-    `env`, by default a new one, is closed. Training that goes on draws the same numbers as without it.
+    Closes `env`, by default a new one. Random generators are left as they were: training can go on.
     """
     returns: list[float] = []
     seed = hash_seed(args.seed, 2**40)  # episodes that training has not seen
-    with other_random_numbers(seed):
+    with isolated_random_numbers(seed):
         env = make_eval_env(args) if env is None else env
         if args.capture_video:
             folder = Path(path).parent / "videos"
@@ -1015,14 +991,14 @@ def parse_args() -> Args:
     """The settings of the command line; with --resume or --evaluate, the others are the checkpoint's."""
     parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [PPO]")[0])
     args = parse()
-    if [args.resume, args.evaluate, args.init].count(None) < 2:
-        raise Refused("--resume, --evaluate and --init exclude one another")
+    if sum(path is not None for path in (args.resume, args.evaluate, args.init)) > 1:
+        raise Refused("--resume, --evaluate and --init cannot be combined")
     if args.resume is None and args.evaluate is None:
         return args
     path = find_checkpoint(args.evaluate if args.resume is None else args.resume, args.exp_name)
     saved, content = load_checkpoint(path)
     if ":" in saved.env_id and args.env_id != saved.env_id:
-        raise Refused(f"{path} imports a module; if you trust it, add --env-id {saved.env_id}")
+        raise Refused(f"{path} needs a module; if you trust it, add --env-id {saved.env_id}")
     of_this_run = "resume", "evaluate", "init", "track", "capture_video", "device"
     args = parse(default=replace(saved, **{name: getattr(Args, name) for name in of_this_run}))
     steps = content["state"]["global_step"]
@@ -1045,18 +1021,20 @@ def print_commands(args: Args, path: Path, env: gym.Env, complete: bool) -> None
 
 def stop(*_: Any) -> None:
     """End training after this iteration, and save, or the evaluation; a second Ctrl-C stops at once."""
+    # Not print, which the signal may have interrupted.
     os.write(2, b"stopping after this iteration or evaluation step; a second Ctrl-C stops at once, unsaved\n")
     STOP.set()
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def main() -> None:
-    """The command line. What is refused ends with exit status 2, and a run that was stopped with 130."""
+    """The command line. The exit status is 2 for what is refused, and 130 for a run that was stopped."""
     sys.path.append(".")  # where the `module:` of --env-id is looked for, too
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     STOP.clear()
     try:
         args = parse_args()
+        # A program that imports this file may divide the work among processes; the file alone does not.
         if int(os.environ.get("WORLD_SIZE", 1)) > 1 and __name__ == "__main__":
             raise Refused("torchrun would train the same run in each process")
         for number in handlers:

@@ -94,7 +94,7 @@ def test_a_loaded_policy_takes_the_environments_observations(case, observation, 
     env.observation_space.seed(1)
     singles = [env.observation_space.sample() for _ in range(20)]
     flat = np.stack([gym.spaces.flatten(env.observation_space, obs) for obs in singles]).astype(np.float32)
-    assert agent.unit_obs.sum() == {"discrete": 6, "dict": 4}.get(observation, 0)  # one-hot stays as it is
+    assert agent.binary_obs.sum() == {"discrete": 6, "dict": 4}.get(observation, 0)  # one-hot stays as it is
     outputs = agent.actor(agent.normalize(torch.tensor(flat))).detach().double().numpy()
     scaled = np.clip(1 + 3 * outputs, -2, 4)  # from -1 to 1 to the bounds
     assert case is DISCRETE or np.mean((scaled > -2) & (scaled < 4)) > 0.3

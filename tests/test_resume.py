@@ -59,7 +59,7 @@ def test_a_checkpoint_has_settings_weights_normalisers_and_optimizer(case, train
     learnt = [
         value.shape
         for name, value in content["agent"].items()
-        if "_moments" not in name and name != "unit_obs"
+        if "_moments" not in name and name != "binary_obs"
     ]
     assert shapes == sorted(learnt)
     assert (path.parent / case.file).read_text() == (ROOT / case.file).read_text()  # what made it

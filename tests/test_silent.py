@@ -330,7 +330,7 @@ def test_observations_from_0_to_1_are_normalised_unless_they_are_binary(case, mo
     with_env(case, monkeypatch, lambda env: Changed(env, space))
     envs = case.script.make_envs(case.script.Args(env_id=case.walk, num_envs=1), 1)
     agent = case.make_agent(case.make_args(), obs_space=envs.single_observation_space)
-    assert agent.unit_obs.tolist() == kept
+    assert agent.binary_obs.tolist() == kept
 
 
 STORED = Path(__file__).parent / "ppo_0.2.pt"
@@ -360,7 +360,7 @@ def test_a_large_offset_that_float32_rounds_away_is_told(case, tmp_path, monkeyp
     assert "rounds" not in run(case, tmp_path).out
     with_env(case, monkeypatch, shifted)
     printed = run(case, tmp_path).out
-    assert printed.count("float32 rounds observations [1]") == 1
+    assert printed.count("float32 rounds an observation") == 1
 
 
 BAD = {"reward": 1e20, "obs": 1e20, "next_obs": np.nan}

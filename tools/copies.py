@@ -54,14 +54,15 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "update_reward_model fit load_task load_pretrained Run.save restore check",
 }
 EARLIER = {  # script: units of its original that it still has in the form of version 0.2, or not yet
-    "ppo_atari.py": "sample most_likely compute_gae batch_metrics adapted Refused hash_seed seed_everything "
-    "seed_spaces other_random_numbers CATEGORIES Flat Flat.__init__ Flat.observe Flat.reset Flat.step number "
-    "flatten find_unit_obs check_actions make_eval_env check_numbers Run.__init__ Run.save Run.log Run.finish "
-    "lock run_path shown find_checkpoint load_checkpoint load_weights load_start close print_commands stop",
-    "ppo_gpu.py": "sample most_likely batch_metrics adapted Refused seed_spaces other_random_numbers "
-    "CATEGORIES Flat Flat.__init__ Flat.observe Flat.reset Flat.step number flatten find_unit_obs "
-    "check_actions make_eval_env check_numbers Run.__init__ Run.save lock run_path shown find_checkpoint "
-    "load_checkpoint load_weights load_start close stop",
+    "ppo_atari.py": "sample most_likely compute_gae batch_metrics hash_seed seed_everything Run.log "
+    "Run.finish print_commands adapted Refused seed_spaces isolated_random_numbers Flat "
+    "Flat.__init__ Flat.reset Flat.step flatten find_binary_obs check_actions "
+    "make_eval_env check_numbers Run.__init__ Run.save lock_folder run_path shown "
+    "find_checkpoint load_checkpoint load_weights load_start close stop",
+    "ppo_gpu.py": "sample most_likely batch_metrics adapted Refused seed_spaces isolated_random_numbers "
+    "Flat Flat.__init__ Flat.reset Flat.step flatten find_binary_obs check_actions "
+    "make_eval_env check_numbers Run.__init__ Run.save lock_folder run_path shown "
+    "find_checkpoint load_checkpoint load_weights load_start close stop",
 }
 
 
