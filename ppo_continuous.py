@@ -39,6 +39,7 @@ PPO comes first: networks, equations, then the algorithm up to `train`, which re
 Shapes: T steps per rollout, N environments, B = T x N transitions, D numbers per observation, A per action.
 """
 
+import copy
 import json
 import math
 import os
@@ -53,7 +54,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -181,8 +182,7 @@ class Agent(nn.Module):
         self.critic = mlp(obs_size, args.hidden_size, 1, 1.0, args.activation)
         self.obs_moments, self.return_moments = RunningMoments(obs_size), RunningMoments(1)
         self.norm_obs = args.norm_obs
-        is_binary = (obs_space.low == 0) & (obs_space.high == 1)  # or one-hot: these stay as they are
-        self.binary_obs = nn.Buffer(torch.from_numpy(is_binary))
+        self.binary_obs = nn.Buffer(torch.zeros(obs_size, dtype=torch.bool))  # these stay as they are
 
     def normalize(self, obs: Tensor) -> Tensor:
         """Raw observations [..., D] as the networks see them: (x - mean) / std within ±10, or unchanged."""
@@ -549,15 +549,19 @@ def train(args: Args, show_commands: bool = False) -> dict:
     eval_env, envs = make_eval_env(args), make_envs(args, seed)
     if envs.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
         raise Refused("the environments must reset in the same step: see AutoresetMode.SAME_STEP")
+    if envs.single_action_space != eval_env.action_space:
+        raise Refused("make_envs and make_env have different action spaces")
     seed_everything(seed)  # only now: making environments may have drawn numbers
-    obs_space, action_size = Flat(eval_env).observation_space, eval_env.action_space.shape[0]
-    agent = Agent(args, obs_space, action_size).to(args.device)
+    obs_space, action_size = eval_env.observation_space, eval_env.action_space.shape[0]
+    agent = Agent(args, obs_space, action_size)
+    agent.binary_obs |= torch.from_numpy(eval_env.binary_obs)
+    agent.to(args.device)
     betas = 0.9, args.adam_beta2
     optimizer = Adam(agent.parameters(), args.learning_rate, betas, eps=1e-5, fused=True)  # ε: [37], detail 3
     for group in optimizer.param_groups:  # groups of your own keep their ratio to --learning-rate
         group["lr_ratio"] = group["lr"] / args.learning_rate if args.learning_rate > 0 else 1
     if saved:
-        load_weights(agent, saved["agent"], eval_env)
+        load_weights(agent, saved["agent"], obs_space)
         agent.log_std.data.clamp_(min=args.min_log_std)  # which may be another now
     if args.resume is not None:
         optimizer.load_state_dict(saved["optimizer"])
@@ -604,11 +608,17 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_spaces(env: gym.Env, seed: int) -> None:
-    """Seed an environment's spaces, from which it may draw, such as the actions of an opponent."""
-    for layer in (env, env.unwrapped):
-        for name in ("action_space", "observation_space"):
-            if hasattr(layer, name):
-                getattr(layer, name).seed(seed)
+    """Seed the spaces of an environment, from which it may draw, such as the actions of an opponent.
+
+    They are copied first, since all environments of a class may share them.
+    """
+    for name in ("action_space", "observation_space"):
+        if hasattr(env, name):
+            with suppress(AttributeError):  # of a property, which cannot be set
+                setattr(env, name, copy.deepcopy(getattr(env, name)))
+            getattr(env, name).seed(seed)
+    if isinstance(env, gym.Wrapper):
+        seed_spaces(env.env, seed)
 
 
 @contextmanager
@@ -642,8 +652,8 @@ def compiled(function: Callable) -> Callable:
 
 def check_settings(args: Args) -> None:
     """Raise `Refused` for settings that would train wrongly, or have no effect."""
-    if type(args) is not Args:
-        raise Refused(f"replace Args by {type(args).__name__}, or a checkpoint forgets what that adds")
+    if forgotten := {setting.name for setting in fields(args)} - {setting.name for setting in fields(Args)}:
+        raise Refused(f"checkpoints would forget {forgotten}: assign {type(args).__name__} to Args")
     for name, (low, high) in BOUNDS.items():
         value = getattr(args, name)
         if value is not None and not low <= value <= high:  # NaN is refused, too
@@ -688,10 +698,9 @@ class Flat(gym.Wrapper):
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
-        self.space, binary = env.observation_space, find_binary_obs(env.observation_space)
-        # In the new space, one-hot and binary numbers alone have bounds: 0 and 1.
-        low, high = np.where(binary, 0, -np.inf), np.where(binary, 1, np.inf)
-        self.observation_space = gym.spaces.Box(np.float32(low), np.float32(high))
+        self.space, self.binary_obs = env.observation_space, find_binary_obs(env.observation_space)
+        flat = gym.spaces.flatten_space(self.space)
+        self.observation_space = gym.spaces.Box(flat.low.astype(np.float32), flat.high.astype(np.float32))
 
     def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
         obs, _ = self.env.reset(**kwargs)
@@ -762,7 +771,7 @@ def check_actions(space: gym.Space, args: Args) -> None:
         raise Refused(f"{args.env_id} has actions {space}, far from 0: scale or shift them in make_env")
 
 
-def make_eval_env(args: Args) -> gym.Env:
+def make_eval_env(args: Args) -> Flat:
     """The environment of the evaluation, made and tried before training: what fails there fails at once.
 
     Raises `Refused` for an environment with which training would be wrong.
@@ -781,13 +790,14 @@ def make_eval_env(args: Args) -> gym.Env:
         flat.reset()
         once = torch.get_rng_state()
         flat.reset()
-        if not torch.equal(before, once) and torch.equal(once, torch.get_rng_state()):
+        is_seeded = not torch.equal(before, once) and torch.equal(once, torch.get_rng_state())
+        if is_seeded and not args.async_envs:
             raise Refused("reset seeds PyTorch's generator: exploration would repeat in each episode")
         if args.capture_video and not find_spec("moviepy"):
             raise Refused("--capture-video needs: pip install moviepy")
         if args.capture_video and not (env.render_mode and np.ndim(env.render()) == 3):
             raise Refused("--capture-video needs an environment with render_mode='rgb_array'")
-    return env
+    return flat
 
 
 def check_numbers(rollout: Rollout) -> None:
@@ -877,6 +887,8 @@ class Run:
             print("float32 rounds an observation to few values: subtract its mean, or a constant")
         if is_first and ((std > 0) & (std < 1e-5)).any():  # less than the normaliser's ε
             print("an observation varies by less than 1e-5, and is hardly seen: scale it if it matters")
+        if is_first and 0 < self.agent.return_moments.var < 1e-10:
+            print("returns vary by less than 1e-5, and are hardly seen: scale the rewards")
         args, state, step, now = self.args, self.state, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
         if episodes:
@@ -948,8 +960,9 @@ def shown(path: Path) -> str:
 def find_checkpoint(path: str | Path, exp_name: str = Args.exp_name) -> Path:
     """A checkpoint's file: of a run's folder, or with "latest" of the newest run with this --exp-name."""
     if path == "latest":
-        name = re.sub(r"[^\w.-]+", "_", exp_name)
-        runs = [*Path("runs").glob(f"*__{name}__*__*/checkpoint.pt")]
+        name = re.escape(re.sub(r"[^\w.-]+", "_", exp_name))
+        pattern = re.compile(rf".+__{name}__\d+__[\d-]+")  # see run_path
+        runs = [file for file in Path("runs").glob("*/checkpoint.pt") if pattern.fullmatch(file.parent.name)]
         if not runs:
             raise Refused(f"runs/ has no checkpoint of a run with --exp-name {exp_name}")
         path = max(runs, key=lambda file: file.parent.name.split("__")[-1])  # by date
@@ -969,11 +982,10 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
     return Args(**{name: value for name, value in content["args"].items() if name in known}), content
 
 
-def load_weights(agent: Agent, weights: dict[str, Tensor], env: gym.Env) -> None:
+def load_weights(agent: Agent, weights: dict[str, Tensor], obs_space: gym.spaces.Box) -> None:
     """Load the networks and normalisers of a checkpoint."""
-    space = gym.spaces.flatten_space(env.space if isinstance(env, Flat) else env.observation_space)
     # Checkpoints of version 0.2 have no `binary_obs`: there, it was any number with the bounds 0 and 1.
-    bounded = torch.from_numpy((space.low == 0) & (space.high == 1))
+    bounded = torch.from_numpy((obs_space.low == 0) & (obs_space.high == 1))
     agent.load_state_dict({"binary_obs": bounded} | weights)
 
 
@@ -996,9 +1008,10 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
     """
     args, content = load_checkpoint(path, device)
     space, action_size = env.observation_space, env.action_space.shape[0]
-    agent = Agent(args, Flat(env).observation_space, action_size).to(device).eval()
-    load_weights(agent, content["agent"], env)
-    size = gym.spaces.flatdim(space)  # D
+    obs_space = Flat(env).observation_space
+    agent = Agent(args, obs_space, action_size).to(device).eval()
+    load_weights(agent, content["agent"], obs_space)
+    size = obs_space.shape[0]  # D
     rescale = rescaler(env.action_space, args)
 
     @torch.inference_mode()
@@ -1014,7 +1027,8 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
 def evaluate(path: str | Path, args: Args, env: gym.Env | None = None) -> np.ndarray:
     """Play --eval-episodes episodes with the most likely actions; print and return their returns.
 
-    Closes `env`, by default a new one. Random generators are left as they were: training can go on.
+    Closes `env`, by default a new one of `make_eval_env`. Random generators are left as they were: training
+    can go on.
     """
     returns: list[float] = []
     seed = hash_seed(args.seed, 2**40)  # episodes that training has not seen
@@ -1024,7 +1038,6 @@ def evaluate(path: str | Path, args: Args, env: gym.Env | None = None) -> np.nda
             folder = Path(path).parent / "videos"
             env = gym.wrappers.RecordVideo(env, str(folder), lambda episode: True)
             print(f"videos: {shown(folder)}")
-        env = Flat(env)
         policy = load_policy(path, env, args.device)
         seed_spaces(env, seed)
         while len(returns) < args.eval_episodes and not STOP.is_set():
@@ -1118,6 +1131,7 @@ def main() -> None:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     if STOP.is_set():
+        STOP.clear()
         sys.exit(130)
 
 

@@ -308,8 +308,10 @@ def test_observations_are_normalised_unless_they_are_one_hot_or_binary():
     others = spaces.Box(np.float32([0, 0]), np.float32([5, np.inf]))
     env = gym.Env()
     env.observation_space = spaces.Tuple((box, binary, others))
-    space = ppo.Flat(env).observation_space
+    flat_env = ppo.Flat(env)
+    space = flat_env.observation_space
     agent = DISCRETE.make_agent(DISCRETE.make_args(), obs_space=space)
+    agent.binary_obs |= torch.from_numpy(flat_env.binary_obs)
     obs = torch.tensor([[0.0, 1.0, 0.5, 3.0], [3.0, 0.25, -2.0, 7.0], [1e4, 50.0, -1e4, 1.0]])
     mean, var = float64(agent.obs_moments.mean), float64(agent.obs_moments.var)
     assert np.abs(mean).min() > 0.01

@@ -83,6 +83,8 @@ def shortened(script) -> list[str]:
 
 def call(name: str, folder: Path, *args: str):
     """Run a script or a tool in a folder. It must succeed. Return its output."""
+    if name in SCRIPTS:  # by default, it is the name of the file that runs, here that of pytest
+        args += ("--exp-name", Path(name).stem)
     done = helpers.call(SimpleNamespace(script=(SCRIPTS | TOOLS)[name], file=name), folder, *args)
     assert done.status == 0, done.err
     return done.out

@@ -315,7 +315,7 @@ def test_a_single_end_or_reward_in_an_array_is_taken(tmp_path, monkeypatch):
 
 
 @memory_too
-def test_observations_from_0_to_1_are_normalised_unless_they_are_binary(case, monkeypatch):
+def test_observations_from_0_to_1_are_normalised_unless_they_are_binary(case, tmp_path, monkeypatch):
     """Prices that are scaled to 0 to 1 may differ in the third digit. The kind of the space decides."""
     unit = spaces.Box(0, 1, (2,))
     space = spaces.Dict(
@@ -327,10 +327,9 @@ def test_observations_from_0_to_1_are_normalised_unless_they_are_binary(case, mo
         f=spaces.Box(0, 255, (1,), np.uint8),
     )
     kept = [False] * 2 + [True] * 3 + [True] * 2 + [True] * 4 + [False] * 2 + [True] + [False]
-    with_env(case, monkeypatch, lambda env: Changed(env, space))
-    envs = case.script.make_envs(case.script.Args(env_id=case.walk, num_envs=1), 1)
-    agent = case.make_agent(case.make_args(), obs_space=envs.single_observation_space)
-    assert agent.binary_obs.tolist() == kept
+    with_env(case, monkeypatch, lambda env: Changed(env, space, lambda _: space.sample()))
+    content = load(train(case, tmp_path, monkeypatch)["checkpoint"])
+    assert content["agent"]["binary_obs"].tolist() == kept
 
 
 STORED = Path(__file__).parent / "ppo_0.2.pt"
