@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from enum import Enum
 from pathlib import Path
 
@@ -119,6 +120,12 @@ class Mine(ppo.Args):
     """A program's settings; one has no default that the class itself could hold."""
 
     sizes: list[int] = field(default_factory=lambda: [64, 64])
+
+
+def test_settings_that_a_checkpoint_would_forget_are_refused():
+    """A program may pass settings of a class of its own, and not put it in the place of `Args`."""
+    with pytest.raises(ValueError, match=r"would forget .*sizes"):
+        ppo.train(Mine())
 
 
 class Mode(Enum):
@@ -306,6 +313,47 @@ def test_what_would_be_broadcast_fails_before_training(wrong, is_async, tmp_path
     with pytest.raises((ValueError, TypeError)):
         train(DISCRETE, tmp_path, monkeypatch, async_envs=is_async)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_reset_that_seeds_pytorch_is_refused(tmp_path, monkeypatch):
+    """Each episode would explore as the one before. Drawing from its generator does no harm."""
+
+    def seeding(obs):
+        torch.manual_seed(42)
+        return obs, {}
+
+    def drawing(obs):
+        return obs + torch.rand(3).numpy(), {}
+
+    make_env = ppo.make_env
+    monkeypatch.setattr(ppo, "make_env", lambda args, **kwargs: Changed(make_env(args), first=drawing))
+    train(DISCRETE, tmp_path, monkeypatch)
+    monkeypatch.setattr(ppo, "make_env", lambda args, **kwargs: Changed(make_env(args), first=seeding))
+    with pytest.raises(ValueError, match="seeds PyTorch"):
+        train(DISCRETE, tmp_path, monkeypatch)
+
+
+@memory_too
+def test_training_and_evaluation_must_have_the_same_actions(case, tmp_path, monkeypatch):
+    """A program may replace one of `make_envs` and `make_env`, and forget the other."""
+    make_envs, other = case.script.make_envs, {CONTINUOUS: "discrete"}.get(case, "box")
+    kwargs = f'{{"action": "{other}"}}'
+    monkeypatch.setattr(
+        case.script, "make_envs", lambda args, seed: make_envs(replace(args, env_kwargs=kwargs), seed)
+    )
+    with pytest.raises(ValueError, match="different action spaces"):
+        train(case, tmp_path, monkeypatch)
+
+
+@memory_too
+def test_observations_of_several_parts_and_rewards_of_any_number_train_and_are_evaluated(
+    case, tmp_path, monkeypatch
+):
+    """Such an observation has no shape that NumPy could tell."""
+    space = spaces.Tuple((spaces.Discrete(3), spaces.Box(-1, 1, (2,))))
+    with_env(case, monkeypatch, lambda env: Changed(env, space, lambda _: space.sample(), reward=Decimal))
+    results = train(case, tmp_path, monkeypatch)
+    assert results["greedy_returns"].tolist() == [value for value, _ in user_envs.LOG["episodes"]][-3:]
 
 
 def test_a_single_end_or_reward_in_an_array_is_taken(tmp_path, monkeypatch):
@@ -523,7 +571,7 @@ def test_a_program_can_train_after_a_run_that_was_stopped(tmp_path, monkeypatch)
 
 @memory_too
 def test_latest_is_the_newest_run_of_this_name(case, tmp_path):
-    for name, seed in (("a", 1), ("a", 2), ("b", 3)):
+    for name, seed in (("a", 1), ("a", 2), ("b", 3), ("a__b", 4)):
         run(case, tmp_path, exp_name=name, seed=seed)
     for words, steps in (([], 384), (["--total-timesteps", 500], 512)):
         flag = "--resume" if words else "--evaluate"
@@ -531,10 +579,10 @@ def test_latest_is_the_newest_run_of_this_name(case, tmp_path):
         assert (done.status, done.err) == (0, "")
         assert f"after {steps} steps" in done.out
     reached = {
-        path.parent.name.split("__")[2]: load(path)["state"]["global_step"]
+        path.parent.name.split("__")[-2]: load(path)["state"]["global_step"]
         for path in tmp_path.glob("runs/*/*.pt")
     }
-    assert reached == {"1": 384, "2": 512, "3": 384}
+    assert reached == {"1": 384, "2": 512, "3": 384, "4": 384}
 
 
 @memory_too
