@@ -391,8 +391,9 @@ def test_a_checkpoint_of_version_0_2_keeps_its_rule_for_observations_from_0_to_1
         observation_space, action_space = space, spaces.Discrete(3)
 
     actions = json.loads(STORED.with_suffix(".json").read_text())
-    policy = ppo.load_policy(STORED, Env())
-    assert [int(policy(np.float32(obs))) for obs in actions["obs"]] == actions["actions"]
+    for env in (Env(), ppo.Flat(Env())):
+        policy = ppo.load_policy(STORED, env)
+        assert [int(policy(np.float32(obs))) for obs in actions["obs"]] == actions["actions"]
     assert len(set(actions["actions"])) == 3
 
 
