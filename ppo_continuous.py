@@ -693,7 +693,7 @@ class Flat(gym.Wrapper):
     """Flattens observations to vectors [D], and drops the info, which is slow to join.
 
     To use a number of the info, return it in `step`, and 0 in `reset`. `collect_rollout` then finds it in
-    `infos`; where an episode ended, that is the reset's 0, and the last step's is in `infos["final_info"]`.
+    `infos` or, where an episode ended, in `infos["final_info"]`.
     """
 
     def __init__(self, env: gym.Env):
@@ -847,7 +847,7 @@ class Run:
 
             wandb.init(name=folder.name, config=vars(args), sync_tensorboard=True, reinit="finish_previous")
         print(f"{args.env_id}: {state.global_step:,} of {args.total_timesteps:,.0f} steps, seed {args.seed}")
-        print(f"checkpoint {shown(path)}, curves: tensorboard --logdir runs", flush=True)
+        print(f"checkpoint {path}, curves: tensorboard --logdir runs", flush=True)
         self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)
         # Copies of this file, and of a program that imports it, so that `plot.py` tells changed ones apart.
         for source in {Path(__file__), Path(sys.argv[0])}:
@@ -938,7 +938,7 @@ def lock_folder(folder: Path) -> IO:
 
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        raise Refused(f"{shown(folder)} is of a run that is still going") from None
+        raise Refused(f"{folder} is of a run that is still going") from None
     except (ImportError, OSError):  # Windows, and some file systems, have no such locks
         pass
     return file
@@ -950,11 +950,6 @@ def run_path(args: Args) -> Path:
         return find_checkpoint(args.resume, args.exp_name).absolute()
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     return Path("runs", re.sub(r"[^\w.-]+", "_", name), "checkpoint.pt").absolute()
-
-
-def shown(path: Path) -> str:
-    """A path as it is printed: relative, if it lies in the current folder."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def find_checkpoint(path: str | Path, exp_name: str = Args.exp_name) -> Path:
@@ -1037,7 +1032,7 @@ def evaluate(path: str | Path, args: Args, env: gym.Env | None = None) -> np.nda
         if args.capture_video:
             folder = Path(path).parent / "videos"
             env = gym.wrappers.RecordVideo(env, str(folder), lambda episode: True)
-            print(f"videos: {shown(folder)}")
+            print(f"videos: {folder}")
         policy = load_policy(path, env, args.device)
         seed_spaces(env, seed)
         while len(returns) < args.eval_episodes and not STOP.is_set():
@@ -1090,14 +1085,14 @@ def parse_args() -> Args:
 
 def print_commands(args: Args, path: Path, env: gym.Env, complete: bool) -> None:
     """Say how to resume a run, to watch its agent, and to check it."""
-    script, file = Path(sys.argv[0]), shown(path)
+    script, file = Path(sys.argv[0]), str(path)
     module = ["--env-id", args.env_id] if ":" in args.env_id else []  # a checkpoint imports none by itself
     more = ["--total-timesteps", "MORE"] if complete else []
     print("resume:", shlex.join(["python", str(script), "--resume", file, *module, *more]))
     if "rgb_array" in (env.metadata.get("render_modes") or []):
         print("watch: ", shlex.join(["python", str(script), "--evaluate", file, *module, "--capture-video"]))
     if (coach := script.with_name("coach.py")).exists():  # not beside a copy
-        print("check: ", shlex.join(["python", str(coach), "check", os.path.dirname(file)]))
+        print("check: ", shlex.join(["python", str(coach), "check", str(path.parent)]))
 
 
 def stop(*_: Any) -> None:

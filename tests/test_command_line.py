@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -221,7 +222,7 @@ def test_a_run_prints_its_progress_evaluation_and_a_checkpoint_that_resumes(case
         assert re.search(text, done.printed, re.MULTILINE)
     (path,) = re.findall(r"^checkpoint (\S+),", done.printed, re.MULTILINE)
     shutil.copytree(done.folder / "runs", tmp_path / "runs")
-    words = "--resume", path, "--env-id", case.walk
+    words = "--resume", tmp_path / Path(path).relative_to(done.folder), "--env-id", case.walk
     over = call(case, tmp_path, *words)  # it is finished, which is said
     assert over.status == 2
     assert f"{saved['state']['global_step']} steps: raise --total-timesteps" in over.err
