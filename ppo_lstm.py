@@ -1044,7 +1044,13 @@ def stop(*_: Any) -> None:
     # Not print, which the signal may have interrupted.
     os.write(2, b"stopping after this iteration or evaluation step; a second Ctrl-C stops at once, unsaved\n")
     STOP.set()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    begun = time.monotonic()
+
+    def stop_at_once(*_: Any) -> None:
+        if time.monotonic() - begun > 1:  # sooner, it is the same Ctrl-C again, passed on by `timeout`
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, stop_at_once)
 
 
 def main() -> None:

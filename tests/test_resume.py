@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -151,7 +152,7 @@ def test_an_interrupted_update_is_not_saved(case, tmp_path, monkeypatch):
     assert same(*contents)
 
 
-def interrupting(case, monkeypatch, iteration, numbers):
+def interrupting(case, monkeypatch, iteration, numbers, pause=0.0):
     """Send these signals to this process when the update of an iteration begins."""
     ppo_update, count = case.script.update, itertools.count(1)
 
@@ -159,9 +160,18 @@ def interrupting(case, monkeypatch, iteration, numbers):
         if next(count) == iteration:
             for number in numbers:
                 os.kill(os.getpid(), number)
+                time.sleep(pause)
         return ppo_update(*arguments)
 
     monkeypatch.setattr(case.script, "update", update)
+
+
+def test_a_ctrl_c_that_comes_twice_at_once_is_one(tmp_path, monkeypatch):
+    """`timeout` passes on the signal that the terminal has sent to both."""
+    interrupting(DISCRETE, monkeypatch, 2, [signal.SIGINT, signal.SIGINT])
+    done = call(DISCRETE, tmp_path, *flags(**STOPPED | {"env_id": DISCRETE.walk}))
+    assert done.status == 130
+    assert load(checkpoint_in(tmp_path))["state"]["global_step"] == 2 * SIZE
 
 
 STOPS = [(case, signal.SIGINT) for case in (DISCRETE, CONTINUOUS, ATARI, LSTM)] + [(DISCRETE, signal.SIGTERM)]
@@ -197,7 +207,7 @@ STOPPED_ATARI |= {"total_timesteps": 100_000, "env_id": "ALE/Pong-v5", "device":
 
 
 def test_a_second_ctrl_c_stops_at_once_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
-    interrupting(DISCRETE, monkeypatch, 3, [signal.SIGINT, signal.SIGINT])
+    interrupting(DISCRETE, monkeypatch, 3, [signal.SIGINT, signal.SIGINT], pause=1.1)
     with pytest.raises(KeyboardInterrupt):
         run(DISCRETE, tmp_path, total_timesteps=100_000)
     path = checkpoint_in(tmp_path)
@@ -246,7 +256,7 @@ def test_a_checkpoint_stays_as_it_was_until_a_resumed_run_has_made_an_iteration(
     """So a mistake in resuming, such as a wrong learning rate, loses nothing."""
     path = copied(trained(case).checkpoint, tmp_path)
     before = load(path)
-    interrupting(case, monkeypatch, 1, [signal.SIGINT, signal.SIGINT])
+    interrupting(case, monkeypatch, 1, [signal.SIGINT, signal.SIGINT], pause=1.1)
     with pytest.raises(KeyboardInterrupt):
         resume(case, path, "--learning-rate=1")
     assert same(load(path), before)
