@@ -97,9 +97,11 @@ class Args:  # the trailing comments become --help
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
     clip_vloss: bool = False  # also clip the change of the value to ±ε
     kl_coef: float = 1.0  # β: weight of the KL penalty
-    adapt: Literal["none", "kl-coef", "clip-coef", "learning-rate"] = "none"  # adapted to the KL divergence
+    adapt: Literal["none", "kl-coef", "clip-coef", "learning-rate"] = (
+        "none"  # adapt this, so that the KL stays near --desired-kl
+    )
     desired_kl: float = 0.01  # KL divergence per iteration that --adapt aims at, in nats
-    target_kl: float | None = None  # early stopping: end an iteration after an epoch of a larger KL
+    target_kl: float | None = None  # early stopping: no further epochs once the KL exceeds this
     ent_coef: float = 0.01  # c₂: weight of the entropy bonus
     anneal_ent_coef: bool = False  # decay the entropy coefficient linearly to 0
     target_entropy: float | None = None  # adapt the entropy coefficient to hold this entropy, in nats
@@ -237,7 +239,7 @@ def compute_gae(
 
 
 class Batch(NamedTuple):
-    """B transitions to learn from. To add a quantity, compute it in `make_batch` and use it in `ppo_loss`."""
+    """B transitions. To add a quantity, add a field, fill it in `make_batch`, and use it in `ppo_loss`."""
 
     obs: Tensor  # [B, D], normalised
     actions: Tensor  # [B]
@@ -250,7 +252,7 @@ class Batch(NamedTuple):
 
 @dataclass
 class State:
-    """Coefficients and progress: what a checkpoint holds besides the networks and the optimizer."""
+    """Coefficients and progress: what a checkpoint holds besides settings, agent and optimizer."""
 
     learning_rate: float
     clip_coef: float
@@ -409,7 +411,7 @@ def compute_gradients(agent: Agent, minibatch: Batch, args: Args, state: State) 
 def update(
     agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, args: Args, state: State
 ) -> dict[str, float]:
-    """K epochs of gradient steps on shuffled minibatches, each by `compute`, which is `compute_gradients`.
+    """K epochs of gradient steps on shuffled minibatches, by `compute`: `compute_gradients`, compiled or not.
 
     Returns metrics: of the batch, means over the gradient steps, and the KL divergence after the last.
     """
@@ -581,12 +583,15 @@ def seed_spaces(env: gym.Env, seed: int) -> None:
 
 @contextmanager
 def isolated_random_numbers(seed: int) -> Iterator[None]:
-    """Seed all generators inside the `with` block, and restore them after it, so that training can go on."""
+    """Seed Python's, NumPy's and PyTorch's CPU generators inside the `with` block.
+
+    After it, they are restored, those of GPUs included, so that training can go on.
+    """
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)):
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002
-        torch.default_generator.manual_seed(seed)  # of the CPU: those of GPUs stay as they are
+        torch.default_generator.manual_seed(seed)
         try:
             yield
         finally:
@@ -611,7 +616,7 @@ def compiled(function: Callable) -> Callable:
 def check_settings(args: Args) -> None:
     """Raise `Refused` for settings that would train wrongly, or have no effect."""
     if forgotten := {setting.name for setting in fields(args)} - {setting.name for setting in fields(Args)}:
-        raise Refused(f"checkpoints would forget {forgotten}: assign {type(args).__name__} to Args")
+        raise Refused(f"checkpoints would forget {forgotten}: replace this module's Args, too")
     for name, (low, high) in BOUNDS.items():
         value = getattr(args, name)
         if value is not None and not low <= value <= high:  # NaN is refused, too
@@ -733,18 +738,18 @@ def make_eval_env(args: Args) -> Flat:
         env = make_env(args, **({"render_mode": "rgb_array"} if args.capture_video else {}))
         check_actions(env.action_space, args)
         if env.has_wrapper_attr("update_running_mean"):
-            raise Refused("no NormalizeObservation, NormalizeReward: --norm-obs, --norm-rewards are saved")
+            raise Refused(
+                "remove NormalizeObservation and NormalizeReward: checkpoints do not keep their statistics"
+            )
         seed_spaces(env, args.seed)
         flat = Flat(env)
         flat.reset(seed=args.seed)
         flat.step(env.action_space.sample())
-        torch.rand(1)
-        before = torch.get_rng_state()
+        torch.default_generator.manual_seed(2**40)
         flat.reset()
-        once = torch.get_rng_state()
+        seed = torch.initial_seed()  # 2**40, unless reset has set another
         flat.reset()
-        is_seeded = not torch.equal(before, once) and torch.equal(once, torch.get_rng_state())
-        if is_seeded and not args.async_envs:
+        if 2**40 != seed == torch.initial_seed() and not args.async_envs:
             raise Refused("reset seeds PyTorch's generator: exploration would repeat in each episode")
         if args.capture_video and not find_spec("moviepy"):
             raise Refused("--capture-video needs: pip install moviepy")
@@ -816,9 +821,10 @@ class Run:
             self.warned = True
         mean, std = self.agent.obs_moments.mean, self.agent.obs_moments.var.sqrt()
         is_first = self.last_save == -math.inf
-        if is_first and (1e-5 * mean.abs() > 0.1 + std).any():  # float32 has 7 digits
-            print("float32 rounds an observation to few values: subtract its mean, or a constant")
-        if is_first and ((std > 0) & (std < 1e-5)).any():  # less than the normaliser's ε
+        rounded = (1e-5 * mean.abs() > 0.1 + std).nonzero().flatten().tolist()  # or constant, and large
+        if is_first and rounded:
+            print(f"float32 has too few digits for observations {rounded}: subtract their means in make_env")
+        if is_first and ((std > 0) & (std < 1e-5)).any():  # normalised, its deviation would be below 0.1
             print("an observation varies by less than 1e-5, and is hardly seen: scale it if it matters")
         if is_first and 0 < self.agent.return_moments.var < 1e-10:
             print("returns vary by less than 1e-5, and are hardly seen: scale the rewards")
@@ -846,7 +852,7 @@ class Run:
             print(f"{line}  {speed:,.0f}/s  {left} left", flush=True)
 
     def finish(self, env: gym.Env, show_commands: bool) -> dict:
-        """Save, evaluate unless the run was stopped, and close the log. Returns the results."""
+        """Save, evaluate unless the run was stopped, and close the log and `env`. Returns the results."""
         complete = self.state.global_step >= self.args.total_timesteps
         if self.state.global_step > self.first_step or self.args.resume is None:
             self.save()
@@ -864,14 +870,14 @@ class Run:
 
 
 def lock_folder(folder: Path) -> IO:
-    """Lock a run's folder for this process, until it ends. Raises `Refused` if another one has it."""
+    """Lock a run's folder until the file is closed or this process ends. Raises `Refused` if it is locked."""
     file = (folder / ".lock").open("w")
     try:
         import fcntl
 
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        raise Refused(f"{folder} is of a run that is still going") from None
+        raise Refused(f"the run in {folder} is still going") from None
     except (ImportError, OSError):  # Windows, and some file systems, have no such locks
         pass
     return file
@@ -886,7 +892,7 @@ def run_path(args: Args) -> Path:
 
 
 def find_checkpoint(path: str | Path, exp_name: str = Args.exp_name) -> Path:
-    """A checkpoint's file: of a run's folder, or with "latest" of the newest run with this --exp-name."""
+    """The checkpoint file of a run's folder or, for "latest", of the newest run with this --exp-name."""
     if path == "latest":
         name = re.escape(re.sub(r"[^\w.-]+", "_", exp_name))
         pattern = re.compile(rf".+__{name}__\d+__[\d-]+")  # see run_path
@@ -925,7 +931,9 @@ def load_start(args: Args) -> dict:
     saved, content = load_checkpoint(find_checkpoint(start, args.exp_name))
     for name in ("norm_obs", "norm_rewards"):
         if getattr(args, name) != getattr(saved, name):
-            raise Refused(f"--{name.replace('_', '-')} must be as in {start}, which has learnt with it")
+            raise Refused(
+                f"--{name.replace('_', '-')} must be as in {start}, whose networks have learnt with it"
+            )
     return content
 
 
@@ -961,7 +969,7 @@ def evaluate(path: str | Path, args: Args, env: gym.Env | None = None) -> np.nda
     seed = hash_seed(args.seed, 2**40)  # episodes that training has not seen
     with isolated_random_numbers(seed):
         env = make_eval_env(args) if env is None else env
-        if args.capture_video:
+        if args.capture_video and not STOP.is_set():
             folder = Path(path).parent / "videos"
             env = gym.wrappers.RecordVideo(env, str(folder), lambda episode: True)
             print(f"videos: {folder}")
@@ -988,7 +996,7 @@ def evaluate(path: str | Path, args: Args, env: gym.Env | None = None) -> np.nda
 
 
 def close(env: gym.Env | VectorEnv) -> None:
-    """Close environments that are done. Some fail to: that is shown, and nothing is lost by it."""
+    """Close environments that are no longer needed. If that fails, show the error and go on."""
     try:
         env.close()
     except Exception:
@@ -1028,7 +1036,7 @@ def print_commands(args: Args, path: Path, env: gym.Env, complete: bool) -> None
 
 
 def stop(*_: Any) -> None:
-    """End training after this iteration, and save, or the evaluation; a second Ctrl-C stops at once."""
+    """End training after this iteration and save, or end the evaluation; a second Ctrl-C stops at once."""
     # Not print, which the signal may have interrupted.
     os.write(2, b"stopping after this iteration or evaluation step; a second Ctrl-C stops at once, unsaved\n")
     STOP.set()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import math
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -95,8 +94,7 @@ def script_of(run: Run) -> Iterator[ModuleType]:
     script = importlib.import_module(run.experiment.script.removesuffix(".py"))
     with contextlib.ExitStack() as changes:
         if run.experiment.name in UNSAFE:
-            changes.enter_context(mock.patch.dict(script.BOUNDS, clip_coef=(0, math.inf)))
-            changes.enter_context(mock.patch.object(script, "check_settings", script.check_bounds))
+            changes.enter_context(mock.patch.object(script, "check_settings", return_value=None))
         yield script
 
 
