@@ -5,11 +5,11 @@ import json
 import os
 import random
 import re
+import runpy
 import shlex
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import Enum
@@ -601,30 +601,40 @@ def test_init_begins_a_new_run_with_the_networks_and_normalisers_of_a_checkpoint
     assert checkpoint_in(tmp_path).parent.name != start.parent.name
 
 
-@pytest.mark.slow
-def test_a_run_that_is_still_going_is_not_resumed(tmp_path):
-    """Both would write the same files. Once the process is gone, however it ended, it can be resumed."""
-    words = [sys.executable, "-u", ROOT / "ppo.py", "--total-timesteps"]
-    first = subprocess.Popen([*words, "1e9"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    while not list(tmp_path.glob("runs/*/checkpoint.pt")):
-        time.sleep(0.1)
-    resume = [*words, "20000", "--resume", "latest"]
-    second = subprocess.run(resume, cwd=tmp_path, capture_output=True, text=True)
-    assert second.returncode == 2
-    assert "still going" in second.stderr
-    first.kill()
-    first.wait()
-    third = subprocess.run(resume, cwd=tmp_path, capture_output=True, text=True)
-    assert third.returncode == 0, third.stderr
+HOLD = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print(flush=True)
+sys.stdin.read()
+"""
 
 
-@pytest.mark.slow
-def test_torchrun_is_refused():
+@memory_too
+def test_a_run_that_is_still_going_is_not_resumed(case, trained, tmp_path):
+    """Both would write the same files. Once the other process is gone, it can be resumed."""
+    torch.save(load(trained(case).checkpoint), tmp_path / "checkpoint.pt")
+    command = [sys.executable, "-c", HOLD, tmp_path / ".lock"]
+    words = ["--resume", tmp_path, "--env-id", case.walk, "--total-timesteps", 500]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        other.stdout.readline()
+        refused = call(case, tmp_path, *words)
+        other.kill()
+    assert (refused.status, refused.err.count("\n")) == (2, 1)
+    assert "still going" in refused.err
+    for _ in range(2):  # this process holds no lock, either
+        assert call(case, tmp_path, *words).status in (0, 2)
+    assert load(tmp_path / "checkpoint.pt")["state"]["global_step"] == 512
+
+
+def test_torchrun_is_refused(monkeypatch, capsys):
     """Each process would train the same run."""
-    environment = os.environ | {"WORLD_SIZE": "2", "RANK": "0"}
-    done = subprocess.run([sys.executable, ROOT / "ppo.py"], env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "torchrun" in done.stderr
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["ppo.py"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "ppo.py"), run_name="__main__")
+    assert end.value.code == 2
+    assert "torchrun" in capsys.readouterr().err
 
 
 def test_a_resumed_run_reads_its_checkpoint_twice_and_makes_one_environment_more_than_it_has(
