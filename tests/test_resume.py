@@ -215,7 +215,7 @@ def test_a_second_ctrl_c_stops_at_once_and_keeps_the_last_checkpoint(tmp_path, m
 
 
 @pytest.mark.slow
-def test_a_run_whose_environment_crashes_ends_although_workers_ignore_signals(tmp_path):
+def test_a_run_whose_environment_crashes_in_a_process_of_its_own_ends(tmp_path):
     """The process returns, with the environment's error, and no worker keeps it alive."""
     words = ["--async-envs", "--env-id", "user_envs:Walk-v0", "--env-kwargs", '{"fault": "raise", "at": 50}']
     command = [sys.executable, ROOT / "ppo.py", *words, *flags(**SMALL)]

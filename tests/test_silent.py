@@ -40,6 +40,7 @@ from helpers import (
 import ppo
 
 WALK = {"env_id": DISCRETE.walk}
+common = pytest.mark.parametrize("case", [DISCRETE], ids=repr)  # text that is the same in each script
 
 
 def train(case, folder, monkeypatch, **settings):
@@ -256,7 +257,7 @@ class Changed(gym.Wrapper):
         return obs, reward, terminated, truncated, info
 
 
-@memory_too
+@common
 @pytest.mark.parametrize("is_dict", [False, True])
 def test_decimals_are_not_cut_where_a_space_says_that_there_are_none(case, is_dict, monkeypatch):
     """They are where Gymnasium flattens such a space, alone or in a `Dict`."""
@@ -269,7 +270,7 @@ def test_decimals_are_not_cut_where_a_space_says_that_there_are_none(case, is_di
     assert envs.reset()[0].tolist() == [expected]
 
 
-@memory_too
+@common
 @pytest.mark.parametrize("wrapper", ["NormalizeObservation", "NormalizeReward"])
 def test_normalisers_around_an_environment_are_refused_by_name(case, wrapper, tmp_path, monkeypatch):
     """People bring them from elsewhere. Their statistics would not be saved."""
@@ -279,7 +280,7 @@ def test_normalisers_around_an_environment_are_refused_by_name(case, wrapper, tm
     assert os.listdir(tmp_path) == []
 
 
-@memory_too
+@common
 def test_one_and_the_same_environment_for_all_is_refused(case, tmp_path, monkeypatch):
     env = case.script.make_env(case.script.Args(env_id=case.walk))
     monkeypatch.setattr(case.script, "make_env", lambda args, **kwargs: env)
@@ -345,7 +346,7 @@ def test_training_and_evaluation_must_have_the_same_actions(case, tmp_path, monk
         train(case, tmp_path, monkeypatch)
 
 
-@memory_too
+@common
 def test_observations_of_several_parts_and_rewards_of_any_number_train_and_are_evaluated(
     case, tmp_path, monkeypatch
 ):
@@ -362,7 +363,7 @@ def test_a_single_end_or_reward_in_an_array_is_taken(tmp_path, monkeypatch):
     assert results["greedy_returns"].tolist() == [value for value, _ in user_envs.LOG["episodes"]][-3:]
 
 
-@memory_too
+@common
 def test_observations_from_0_to_1_are_normalised_unless_they_are_binary(case, tmp_path, monkeypatch):
     """Prices that are scaled to 0 to 1 may differ in the third digit. The kind of the space decides."""
     unit = spaces.Box(0, 1, (2,))
@@ -397,7 +398,7 @@ def test_a_checkpoint_of_version_0_2_keeps_its_rule_for_observations_from_0_to_1
     assert len(set(actions["actions"])) == 3
 
 
-@memory_too
+@common
 def test_a_large_offset_that_float32_rounds_away_is_told(case, tmp_path, monkeypatch):
     """Seconds since 1970, for example. Other runs are told nothing."""
 
@@ -414,7 +415,7 @@ def test_a_large_offset_that_float32_rounds_away_is_told(case, tmp_path, monkeyp
 BAD = {"reward": 1e20, "obs": 1e20, "next_obs": np.nan}
 
 
-@memory_too
+@common
 @pytest.mark.parametrize("name", BAD)
 def test_a_number_that_is_nan_or_too_large_is_told_with_its_step_and_environment(
     case, name, tmp_path, monkeypatch
@@ -503,7 +504,7 @@ def test_an_environment_that_fails_in_its_first_reset_leaves_no_folder(tmp_path,
     assert os.listdir(tmp_path) == []
 
 
-@memory_too
+@common
 def test_what_a_run_prints_can_be_printed_in_ascii(case, trained):
     """Some terminals have no other characters: the run failed with its last line."""
     assert trained(case).printed.isascii()
@@ -532,7 +533,7 @@ def test_the_command_to_watch_is_printed_where_an_environment_can_render(trained
     assert "watch:" not in run(DISCRETE, tmp_path, env_id="user_envs:Probe-v0", env_kwargs=kwargs).out
 
 
-@memory_too
+@common
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_the_evaluation_within_an_episode_and_reports_what_was_played(
     case, number, tmp_path, monkeypatch
@@ -568,7 +569,7 @@ def test_a_program_can_train_after_a_run_that_was_stopped(tmp_path, monkeypatch)
 # --resume, --evaluate and --init
 
 
-@memory_too
+@common
 def test_latest_is_the_newest_run_of_this_name(case, tmp_path):
     for name, seed in (("a", 1), ("a", 2), ("b", 3), ("a__b", 4)):
         run(case, tmp_path, exp_name=name, seed=seed)
@@ -610,7 +611,7 @@ sys.stdin.read()
 """
 
 
-@memory_too
+@common
 def test_a_run_that_is_still_going_is_not_resumed(case, trained, tmp_path):
     """Both would write the same files. Once the other process is gone, it can be resumed."""
     torch.save(load(trained(case).checkpoint), tmp_path / "checkpoint.pt")
