@@ -106,9 +106,7 @@ class Args:  # the trailing comments become --help
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
     clip_vloss: bool = False  # also clip the change of the value to ±ε
     kl_coef: float = 1.0  # β: weight of the KL penalty
-    adapt: Literal["none", "kl-coef", "clip-coef", "learning-rate"] = (
-        "learning-rate"  # adapt this, so that the KL stays near --desired-kl
-    )
+    adapt: Literal["none", "kl-coef", "clip-coef", "learning-rate"] = "learning-rate"  # adapt this to the KL
     desired_kl: float = 0.03  # KL divergence per iteration that --adapt aims at, in nats
     target_kl: float | None = None  # early stopping: no further epochs once the KL exceeds this
     ent_coef: float = 0.0  # c₂: weight of the entropy bonus

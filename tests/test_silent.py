@@ -543,7 +543,7 @@ def test_ctrl_c_ends_the_evaluation_within_an_episode_and_reports_what_was_playe
 
     def interrupt(reward):
         steps.append(reward)
-        if len(steps) == training + 40:
+        if len(steps) == training + 41:
             os.kill(os.getpid(), number)
         return reward
 
@@ -551,8 +551,9 @@ def test_ctrl_c_ends_the_evaluation_within_an_episode_and_reports_what_was_playe
     with_env(case, monkeypatch, lambda env: Changed(env, reward=interrupt))
     done = call(case, tmp_path, *flags(**{"env_id": case.walk} | SMALL | {"eval_episodes": 5000}))
     assert done.status == 0
+    assert len(steps) == training + 41
     played = int(re.search(r"in (\d+) episodes", done.out)[1])
-    assert 1 <= played < 40
+    assert 1 <= played < 41
     logged = curves(checkpoint_in(tmp_path).parent)["eval/greedy_return"]
     assert len(logged) == 1
     assert signal.getsignal(number) is before
