@@ -38,11 +38,13 @@ import os
 import pickle
 import random
 import re
+import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -67,6 +69,8 @@ class Args:  # the trailing comments become --help
     resume: str | None = None  # resume from this checkpoint; flags override its settings
     evaluate: str | None = None  # only evaluate this checkpoint, greedily
     eval_episodes: int = 10  # games of an evaluation
+    eval_every: float = 0  # also evaluate after every so many steps, and keep the best policy in best.pt
+    stop_at: float | None = None  # end training once one of these evaluations has this mean return
     capture_video: bool = False  # record a game of the evaluation, as the agent sees it (needs moviepy)
     track: bool = False  # mirror TensorBoard to Weights & Biases, to its WANDB_PROJECT (needs wandb)
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda or mps
@@ -112,7 +116,8 @@ class Args:  # the trailing comments become --help
 # from the one that collected the data. To study what is refused, change this table in your program. A number
 # of your own in Args is checked once it has an entry here.
 BOUNDS = {
-    "seed": (0, 2**31), "eval_episodes": (1, math.inf), "num_threads": (1, 1024), "num_envs": (1, math.inf),
+    "seed": (0, 2**31), "eval_episodes": (1, math.inf), "eval_every": (0, math.inf),
+    "stop_at": (-math.inf, math.inf), "num_threads": (1, 1024), "num_envs": (1, math.inf),
     "num_steps": (2, math.inf), "total_timesteps": (1, 1e15), "learning_rate": (0, 1), "gamma": (0, 1),
     "gae_lambda": (0, 1), "update_epochs": (1, 30), "num_minibatches": (1, math.inf),
     "clip_coef": (1e-3, 0.3), "target_kl": (1e-6, math.inf), "ent_coef": (0, 100), "vf_coef": (0, 100),
@@ -214,6 +219,8 @@ class State:
     learning_rate: float
     global_step: int = 0  # transitions so far
     returns: list[float] = field(default_factory=list)  # of the last 100 games
+    best_return: float = -math.inf  # of best.pt, in the evaluation that chose it
+    best_step: int = 0  # of best.pt
 
 
 def mean(x: Tensor, weights: Tensor) -> Tensor:
@@ -406,8 +413,10 @@ def recorded(function: Callable, *examples: Tensor) -> Callable:
 def train(args: Args) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation. If killed, it loses a minute or an iteration.
 
-    Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
-    `ValueError` for invalid settings. With `resume`, the settings are those of `args`, too.
+    Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns"; with
+    `eval_every` also "best_return", for which best.pt was chosen, and "best_replayed", its returns in the
+    games of "greedy_returns". Raises `ValueError` for invalid settings. With `resume`, the settings are those
+    of `args`, too.
     """
     args = replace(args, evaluate=None)  # a copy, in which NumPy's numbers are plain ones
     check(args)
@@ -420,7 +429,7 @@ def train(args: Args) -> dict:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
         libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
-    envs = make_envs(args, args.num_envs)
+    eval_envs, envs = make_envs(args, args.eval_episodes), make_envs(args, args.num_envs)
     if envs.metadata.get("autoreset_mode") is not AutoresetMode.NEXT_STEP:
         raise ValueError("the environments must reset in the next step: see Rollout")
     env_seed = seed_everything(args.seed, state.global_step) % 2**29  # the ALE wants less than 2**31
@@ -439,7 +448,7 @@ def train(args: Args) -> dict:
     run = Run(args, agent, optimizer, state)
 
     rollout.obs[-1] = torch.as_tensor(envs.reset(seed=env_seed)[0])  # where the first rollout starts
-    while state.global_step < args.total_timesteps and not STOP.is_set():
+    while state.global_step < args.total_timesteps and not (STOP.is_set() or run.stop_at_reached):
         remaining = 1 - state.global_step / args.total_timesteps
         state.learning_rate = args.learning_rate * (remaining if args.anneal_lr else 1)
         episodes = collect_rollout(envs, forward, rollout, args)
@@ -447,7 +456,10 @@ def train(args: Args) -> dict:
         metrics = update(agent, optimizer, compute, batch, args, state)
         state.global_step += int(batch.weights.sum())
         run.log(metrics, episodes)
-    results = run.finish()
+        if args.eval_every > 0:
+            run.evaluate_if_due(eval_envs)
+    results = run.finish(eval_envs)
+    eval_envs.close()
     envs.close()
     return results
 
@@ -466,6 +478,24 @@ def seed_everything(seed: int, step: int = 0) -> int:
         function(seed)
     # A hash, because Gymnasium seeds environment i with this + i: seeds 1 and 2 would share most of them.
     return hash_seed(seed)
+
+
+@contextmanager
+def isolated_random_numbers(seed: int) -> Iterator[None]:
+    """Seed Python's, NumPy's and PyTorch's CPU generators inside the `with` block.
+
+    After it, they are restored, those of GPUs included, so that training can go on.
+    """
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)):
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        torch.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
 
 
 def hash_seed(*numbers: int) -> int:
@@ -502,6 +532,7 @@ def check_settings(args: Args) -> None:
         (size % args.num_minibatches > 0, f"--num-minibatches must divide the {size} steps of a rollout"),
         (4 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 4} for this rollout"),
         (not (args.norm_adv or one_step), "several gradient steps need --norm-adv"),
+        (args.stop_at is not None and args.eval_every == 0, "--stop-at needs --eval-every"),
         (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
         (Path("runs").is_file(), "runs is a file, where a folder of that name is needed"),
     ]:
@@ -619,7 +650,11 @@ class Run:
         for path in {Path(__file__), Path(sys.argv[0])}:
             if path.suffix == ".py" and path.is_file() and not Path(folder, path.name).exists():
                 Path(folder, path.name).write_bytes(path.read_bytes())
-        self.warned = False
+        self.best_path = self.path.with_name("best.pt")
+        best = load_checkpoint(self.best_path)[1]["state"] if self.best_path.exists() else {}
+        state.best_return, state.best_step = best.get("best_return", -math.inf), best.get("best_step", 0)
+        self.warned = self.stop_at_reached = False
+        self.last_evaluation = state.global_step
         self.first_time, self.first_step = time.monotonic(), state.global_step
         self.last_print = self.last_save = -math.inf
 
@@ -670,16 +705,53 @@ class Run:
             line = f"{step:>10,} steps  {average}  KL {max(metrics['kl'], 0):.4f}"
             print(f"{line}  {speed:,.0f}/s  {left} left", flush=True)
 
-    def finish(self) -> dict:
+    def evaluate_if_due(self, env: Any) -> None:
+        """Evaluate if --eval-every steps have passed, or training ends. Keep the best policy in best.pt.
+
+        The episodes are the same each time, but not those of the evaluation at the end. Of policies that are
+        equally good, the last one is kept.
+        """
+        args, state, step = self.args, self.state, self.state.global_step
+        passed = step // args.eval_every > self.last_evaluation // args.eval_every
+        if not passed and step < args.total_timesteps:
+            return
+        self.last_evaluation = step
+        self.save()
+        other_seed = hash_seed(args.seed, 2**41)
+        returns = evaluate(self.path, replace(args, seed=other_seed, capture_video=False), env)
+        if STOP.is_set():  # they may be incomplete
+            return
+        mean = float(returns.mean())
+        self.writer.add_scalar("eval/greedy_return", mean, step)
+        if mean >= state.best_return:
+            state.best_return, state.best_step = mean, step
+            self.save()
+            new = self.best_path.with_suffix(".tmp")
+            shutil.copyfile(self.path, new)
+            new.replace(self.best_path)
+        if args.stop_at is not None and mean >= args.stop_at:
+            print(f"this is enough for --stop-at {args.stop_at:g}")
+            self.stop_at_reached = True
+
+    def finish(self, envs: VectorEnv) -> dict:
         """Save, evaluate unless the run was stopped, and close the log. Returns the results."""
         if self.state.global_step > self.first_step or not self.args.resume:
             self.save()
-        average = float(np.mean(self.state.returns)) if self.state.returns else math.nan
-        returns = np.zeros(0) if STOP.is_set() else evaluate(self.path, self.args)
-        if len(returns):
-            self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
+        state, replayed = self.state, np.zeros(0)
+        average = float(np.mean(state.returns)) if state.returns else math.nan
+        returns = evaluate(self.path, self.args, envs)
+        if len(returns) > 0:
+            self.writer.add_scalar("eval/greedy_return", returns.mean(), state.global_step)
+        if self.best_path.exists():  # played again in other games than those that chose it
+            is_last = state.best_step == state.global_step
+            replayed = returns if is_last else evaluate(self.best_path, self.args, envs)
+        if len(replayed) > 0:
+            self.writer.add_scalar("eval/best_return", replayed.mean(), state.best_step)
+            chosen = f"chosen after {state.best_step:,} steps for a return of {state.best_return:.5g}"
+            print(f"best.pt was {chosen}; in new games, as above, it has {replayed.mean():.5g}")
         self.writer.close()
-        return {"checkpoint": str(self.path), "training_return": average, "greedy_returns": returns}
+        results = {"checkpoint": str(self.path), "training_return": average, "greedy_returns": returns}
+        return results | {"best_return": state.best_return, "best_replayed": replayed}
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
@@ -713,28 +785,37 @@ def load_policy(path: str | Path, device: str = "cpu") -> Callable:
     return policy
 
 
-def evaluate(path: str | Path, args: Args) -> np.ndarray:
-    """Play --eval-episodes games at once with the most likely actions; print and return their returns."""
-    policy, envs = load_policy(path, args.device), make_envs(args, args.eval_episodes)
-    seed = seed_everything(args.seed) % 2**29 + 2**30  # games that training has not seen
-    obs, _ = envs.reset(seed=seed)
+def evaluate(path: str | Path, args: Args, envs: VectorEnv | None = None) -> np.ndarray:
+    """Play --eval-episodes games at once with the most likely actions; print and return their returns.
+
+    Without `envs`, it makes them by `make_envs`, and closes them. Random generators are left as they were:
+    training goes on as if this had not been called.
+    """
+    if envs is None:
+        envs = make_envs(args, args.eval_episodes)
+        returns = evaluate(path, args, envs)
+        envs.close()
+        return returns
+    seed = hash_seed(args.seed) % 2**29 + 2**30  # games that training has not seen
     frames = []  # of the first game
     returns = np.full(args.eval_episodes, np.nan)
-    while np.isnan(returns).any() and not STOP.is_set():
-        if args.capture_video and np.isnan(returns[0]):
-            frames.append(np.repeat(obs[0, -1, :, :, None], 3, -1))
-        obs, _, _, _, info = envs.step(policy(obs))
-        if "episode" in info:
-            first = info["_episode"] & np.isnan(returns)
-            returns[first] = info["episode"]["r"][first]
-    envs.close()
+    with isolated_random_numbers(seed):
+        policy = load_policy(path, args.device)
+        obs, _ = envs.reset(seed=seed)
+        while np.isnan(returns).any() and not STOP.is_set():
+            if args.capture_video and np.isnan(returns[0]):
+                frames.append(np.repeat(obs[0, -1, :, :, None], 3, -1))
+            obs, _, _, _, info = envs.step(policy(obs))
+            if "episode" in info:
+                first = info["_episode"] & np.isnan(returns)
+                returns[first] = info["episode"]["r"][first]
     if STOP.is_set():
         return np.zeros(0)
     if args.capture_video:
         from gymnasium.utils.save_video import save_video
 
         folder = str(Path(path).parent / "videos")
-        save_video(frames, folder, fps=15)
+        save_video(frames, folder, fps=15, name_prefix=Path(path).stem)
         print(f"videos: {folder}")
     steps = load_checkpoint(path)[1]["state"]["global_step"]
     shown = f"{np.mean(returns):.5g} ± {np.std(returns):.3g} with the most likely actions"

@@ -44,7 +44,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from difflib import get_close_matches
@@ -75,6 +76,8 @@ class Args:  # the trailing comments become --help
     cuda_graphs: bool = True  # record CUDA graphs; switch it off to debug, or if a change cannot be recorded
     compile: bool = False  # on a CPU, compile the gradient step: faster after some 20 s (PyTorch >= 2.13)
     keep_every: float | None = None  # keep a checkpoint every so many transitions, beside the last one
+    eval_every: float = 0  # also evaluate after every so many steps, and keep the best policy in best.pt
+    stop_at: float | None = None  # end training once one of these evaluations has this mean return
 
     # Environment
     env_id: str = "Pendulum"  # Pendulum, a name of MuJoCo Playground, or `module:MyClass`
@@ -113,10 +116,11 @@ class Args:  # the trailing comments become --help
 # of your own in Args is checked once it has an entry here.
 BOUNDS = {
     "seed": (0, 2**31), "num_envs": (1, math.inf), "num_steps": (1, math.inf), "total_timesteps": (1, 1e15),
-    "keep_every": (1, math.inf), "learning_rate": (0, 1), "desired_kl": (1e-6, 10), "gamma": (0, 1),
-    "gae_lambda": (0, 1), "update_epochs": (1, 30),
-    "num_minibatches": (1, math.inf), "clip_coef": (1e-3, 0.3), "ent_coef": (0, 100), "vf_coef": (0, 100),
-    "max_grad_norm": (1e-6, math.inf), "init_log_std": (-10, 2), "hidden_size": (1, 2**16),
+    "keep_every": (1, math.inf), "eval_every": (0, math.inf), "stop_at": (-math.inf, math.inf),
+    "learning_rate": (0, 1), "desired_kl": (1e-6, 10), "gamma": (0, 1), "gae_lambda": (0, 1),
+    "update_epochs": (1, 30), "num_minibatches": (1, math.inf), "clip_coef": (1e-3, 0.3),
+    "ent_coef": (0, 100), "vf_coef": (0, 100), "max_grad_norm": (1e-6, math.inf), "init_log_std": (-10, 2),
+    "hidden_size": (1, 2**16),
 }  # fmt: skip
 
 # Defaults for all other environments. γ and the learning rate are those of Playground for its control suite.
@@ -244,6 +248,8 @@ class State:
     global_step: int = 0  # transitions so far
     returns: list[float] = field(default_factory=list)  # of the last 100 episodes
     episodes: dict[str, Tensor] = field(default_factory=dict)  # unfinished ones, and environments' buffers
+    best_return: float = -math.inf  # of best.pt, in the evaluation that chose it
+    best_step: int = 0  # of best.pt
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
@@ -444,20 +450,28 @@ def can_record(args: Args) -> bool:
     return args.cuda_graphs and args.device == "cuda"
 
 
-def train(args: Args, envs: Any = None) -> dict:
+def train(args: Args, envs: Any = None, eval_envs: Any = None) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation, in `envs`, or in those of `make_envs`.
 
-    Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
-    `ValueError` for invalid settings. With `resume`, the settings are those of `args`, too. Under
-    torchrun, the first process logs, saves and evaluates.
+    With `eval_every`, evaluations need others, `eval_envs`, or those of another call of `make_envs`. Returns
+    "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns"; with
+    `eval_every` also "best_return", for which best.pt was chosen, and "best_replayed", its returns in the
+    episodes of "greedy_returns". Raises `ValueError` for invalid settings. With `resume`, the settings are
+    those of `args`, too. Under torchrun, the first process logs, saves and evaluates.
     """
     args = replace(args, evaluate=None)  # a copy, in which NumPy's numbers are plain ones
     check(args)
     if envs is None:
         envs = make_envs(args)
+        eval_envs = make_eval_envs(args, envs)
     elif args.env_id == Args.env_id and type(envs) is not Pendulums:
         args.env_id = type(envs).__name__
+    eval_envs = envs if eval_envs is None else eval_envs
+    if args.eval_every > 0 and eval_envs is envs and RANK == 0:
+        raise ValueError("with --eval-every, train needs eval_envs: the episodes of envs must go on")
     check_envs(envs, args)
+    if eval_envs is not envs:
+        check_envs(eval_envs, args)
     torch.set_float32_matmul_precision("high")  # matrix products in TF32, on GPUs that have it
     torch.manual_seed(args.seed)  # all processes start with the same weights
     agent = Agent(args, envs.obs_size, envs.actor_obs_size, envs.action_size).to(args.device)
@@ -504,7 +518,7 @@ def train(args: Args, envs: Any = None) -> dict:
             choose = recorded(choose)
         prepare, learn = recorded(prepare), recorded(learn)
     run = Run(args, agent, optimizer, state) if RANK == 0 else None
-    while state.global_step < args.total_timesteps and not stopped(args):
+    while state.global_step < args.total_timesteps and not stopped(run, args):
         if args.desired_kl is None:
             learning_rate.fill_(args.learning_rate * (1 - state.global_step / args.total_timesteps))
         rollout, logs = collect()
@@ -515,10 +529,12 @@ def train(args: Args, envs: Any = None) -> dict:
         state.episodes |= buffers_of(envs)  # again: what is not recorded may replace them
         if run:
             run.log(metrics, rollout, logs)
+        if run and args.eval_every > 0:
+            run.evaluate_if_due(eval_envs)
     if PROCESSES > 1:
         del prepare, learn  # NCCL waits for graphs that use it
         dist.destroy_process_group()
-    return run.finish(envs) if run else {}
+    return run.finish(eval_envs) if run else {}
 
 
 # ========================== End of PPO. What follows is what training needs around it ======================
@@ -532,10 +548,33 @@ def average(x: Tensor) -> Tensor:
     return x
 
 
+def hash_seed(*numbers: int) -> int:
+    """A seed from several numbers. Environment i gets this + i; unhashed, seeds 1 and 2 would share most."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1  # some simulators take only 31 bits
+
+
 def seed_everything(seed: int) -> None:
     """Seed all random generators of this process; those of the others get other seeds."""
     for function in (random.seed, np.random.seed, torch.manual_seed):
         function((seed + 1000 * RANK) % 2**32)
+
+
+@contextmanager
+def isolated_random_numbers(seed: int) -> Iterator[None]:
+    """Seed Python's, NumPy's and PyTorch's CPU generators inside the `with` block.
+
+    After it, they are restored, those of GPUs included, so that training can go on.
+    """
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)):
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        torch.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
 
 
 def compiled(function: Callable) -> Callable:
@@ -548,11 +587,12 @@ def compiled(function: Callable) -> Callable:
 STOP = threading.Event()  # set by Ctrl-C and SIGTERM: training ends after the iteration
 
 
-def stopped(args: Args) -> bool:
-    """Whether training is to end: all processes end after the same iteration."""
+def stopped(run: Any, args: Args) -> bool:
+    """Whether training is to end: all processes end after the same iteration. Only the first has a run."""
+    stop = STOP.is_set() or (run is not None and run.stop_at_reached)
     if PROCESSES == 1:
-        return STOP.is_set()
-    return average(torch.full((), float(STOP.is_set()), device=args.device)).item() > 0
+        return stop
+    return average(torch.full((), float(stop), device=args.device)).item() > 0
 
 
 def check_bounds(args: Args) -> None:
@@ -588,6 +628,7 @@ def check_settings(args: Args) -> None:
         (args.compile and PROCESSES > 1, "--compile is for one process"),
         (args.compile and torch.__version__ < "2.13", "--compile needs PyTorch 2.13"),
         (args.compile and not shutil.which(compiler), f"--compile needs the C++ compiler {compiler}"),
+        (args.stop_at is not None and args.eval_every == 0, "--stop-at needs --eval-every"),
         (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
         (Path("runs").is_file(), "runs is a file, where a folder of that name is needed"),
     ]:
@@ -754,6 +795,11 @@ def make_envs(args: Args) -> Any:
     return Pendulums(args) if args.env_id == "Pendulum" else Playground(args)
 
 
+def make_eval_envs(args: Args, envs: Any) -> Any:
+    """The environments to evaluate in: with --eval-every others than `envs`, whose episodes go on."""
+    return make_envs(args) if args.eval_every > 0 and not args.evaluate and RANK == 0 else envs
+
+
 def check_envs(envs: Any, args: Args) -> None:
     """Raise `ValueError` if environments are not as `Pendulums` says, or the checkpoint is not for them."""
 
@@ -910,7 +956,11 @@ class Run:
         for path in {Path(__file__), Path(sys.argv[0])}:
             if path.suffix == ".py" and path.is_file() and not Path(folder, path.name).exists():
                 Path(folder, path.name).write_bytes(path.read_bytes())
-        self.warned = False
+        self.best_path = self.path.with_name("best.pt")
+        best = load_checkpoint(self.best_path)[1]["state"] if self.best_path.exists() else {}
+        state.best_return, state.best_step = best.get("best_return", -math.inf), best.get("best_step", 0)
+        self.warned = self.stop_at_reached = False
+        self.last_evaluation = state.global_step
         self.first_time, self.first_step = time.monotonic(), state.global_step
         self.last_print = self.last_save = -math.inf
 
@@ -970,6 +1020,34 @@ class Run:
             line = f"{step:>10,} steps  {average}  KL {metrics['approx_kl']:.4f}"
             print(f"{line}  {speed:,.0f}/s  {left} left", flush=True)
 
+    def evaluate_if_due(self, env: Any) -> None:
+        """Evaluate if --eval-every steps have passed, or training ends. Keep the best policy in best.pt.
+
+        The episodes are the same each time, but not those of the evaluation at the end. Of policies that are
+        equally good, the last one is kept.
+        """
+        args, state, step = self.args, self.state, self.state.global_step
+        passed = step // args.eval_every > self.last_evaluation // args.eval_every
+        if not passed and step < args.total_timesteps:
+            return
+        self.last_evaluation = step
+        self.save()
+        other_seed = hash_seed(args.seed, 2**41)
+        returns = evaluate(self.path, replace(args, seed=other_seed, capture_video=False), env)
+        if STOP.is_set():  # they may be incomplete
+            return
+        mean = float(returns.mean())
+        self.writer.add_scalar("eval/greedy_return", mean, step)
+        if mean >= state.best_return:
+            state.best_return, state.best_step = mean, step
+            self.save()
+            new = self.best_path.with_suffix(".tmp")
+            shutil.copyfile(self.path, new)
+            new.replace(self.best_path)
+        if args.stop_at is not None and mean >= args.stop_at:
+            print(f"this is enough for --stop-at {args.stop_at:g}")
+            self.stop_at_reached = True
+
     ends_are_checked = False
 
     def check_last_obs(self, rollout: Rollout) -> None:
@@ -986,13 +1064,22 @@ class Run:
         """Save, evaluate unless the run was stopped, and close the log. Returns the results."""
         if self.state.global_step > self.first_step or not self.args.resume:
             self.save()
-        average = float(np.mean(self.state.returns)) if self.state.returns else math.nan
-        finished = self.state.global_step >= self.args.total_timesteps
+        state, replayed = self.state, np.zeros(0)
+        average = float(np.mean(state.returns)) if state.returns else math.nan
+        finished = self.stop_at_reached or state.global_step >= self.args.total_timesteps
         returns = evaluate(self.path, self.args, envs) if finished else np.zeros(0)
-        if len(returns):
-            self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
+        if len(returns) > 0:
+            self.writer.add_scalar("eval/greedy_return", returns.mean(), state.global_step)
+        if self.best_path.exists() and finished:  # played again in other episodes than those that chose it
+            is_last = state.best_step == state.global_step
+            replayed = returns if is_last else evaluate(self.best_path, self.args, envs)
+        if len(replayed) > 0:
+            self.writer.add_scalar("eval/best_return", replayed.mean(), state.best_step)
+            chosen = f"chosen after {state.best_step:,} steps for a return of {state.best_return:.5g}"
+            print(f"best.pt was {chosen}; in new episodes, as above, it has {replayed.mean():.5g}")
         self.writer.close()
-        return {"checkpoint": str(self.path), "training_return": average, "greedy_returns": returns}
+        results = {"checkpoint": str(self.path), "training_return": average, "greedy_returns": returns}
+        return results | {"best_return": state.best_return, "best_replayed": replayed}
 
 
 def not_finite(rollout: Rollout) -> str:
@@ -1079,35 +1166,43 @@ def load_policy(path: str | Path, device: str = "cpu") -> Policy:
 
 @torch.no_grad()
 def evaluate(path: str | Path, args: Args, envs: Any) -> np.ndarray:
-    """Play an episode in each environment with the most likely actions; print and return their returns."""
-    policy, state = load_policy(path, args.device), load_checkpoint(path)[1]["state"]
-    restore_buffers(envs, state["episodes"])
-    seed_everything(args.seed + 2**30)  # episodes that training has not seen
-    obs = envs.reset()
-    returns = torch.zeros(args.num_envs, device=args.device)
-    running, snapshots, logs = torch.ones_like(returns, dtype=torch.bool), [], []
-    for _ in range(envs.max_steps):
-        if STOP.is_set():
-            return np.zeros(0)
-        if args.capture_video and running[0]:
-            snapshots.append(envs.snapshot())
-        actions = policy(obs[:, : envs.actor_obs_size])
-        obs, rewards, terminated, truncated, _ = envs.step(actions.clone())  # JAX takes no views
-        rewards, _ = without_diverged(rewards, terminated)
-        returns += torch.where(running, rewards, 0)
-        log = getattr(envs, "log", {})
-        logs.append({name: x[running] if x.shape == running.shape else x.clone() for name, x in log.items()})
-        running &= ~(terminated | truncated)
-        if not running.any():
-            break
+    """Play an episode in each environment with the most likely actions; print and return their returns.
+
+    Random generators are left as they were: training goes on as if this had not been called.
+    """
+    content = load_checkpoint(path)[1]
+    restore_buffers(envs, content["state"]["episodes"])
+    seed = args.seed + 2**30  # episodes that training has not seen
+    with isolated_random_numbers(seed):
+        policy = load_policy(path, args.device)
+        seed_everything(seed)  # those of GPUs, too
+        obs = envs.reset()
+        returns = torch.zeros(args.num_envs, device=args.device)
+        running, snapshots, logs = torch.ones_like(returns, dtype=torch.bool), [], []
+        for _ in range(envs.max_steps):
+            if STOP.is_set():
+                return np.zeros(0)
+            if args.capture_video and running[0]:
+                snapshots.append(envs.snapshot())
+            actions = policy(obs[:, : envs.actor_obs_size])
+            obs, rewards, terminated, truncated, _ = envs.step(actions.clone())  # JAX takes no views
+            rewards, _ = without_diverged(rewards, terminated)
+            returns += torch.where(running, rewards, 0)
+            log = getattr(envs, "log", {})
+            logs.append(
+                {name: x[running] if x.shape == running.shape else x.clone() for name, x in log.items()}
+            )
+            running &= ~(terminated | truncated)
+            if not running.any():
+                break
     if args.capture_video:
         from moviepy import ImageSequenceClip
 
-        video = str(Path(path).with_name("video.mp4"))
+        video = str(Path(path).with_suffix(".mp4"))
         ImageSequenceClip(envs.render(snapshots), fps=30).write_videofile(video, logger=None)
         print(f"video: {video}")
     shown = f"{returns.mean():.5g} ± {returns.std(correction=0):.3g} with the most likely actions"
-    print(f"evaluation return {shown}, after {state['global_step']:,} steps")
+    print(f"evaluation return {shown}, after {content['state']['global_step']:,} steps")
     if means := mean_logs(logs):
         print("means of its steps:", ", ".join(f"{name} {x:.3g}" for name, x in means.items()))
     return returns.cpu().numpy()
@@ -1172,6 +1267,7 @@ def main() -> None:
     try:
         args = parse_args()
         envs = make_envs(args)
+        eval_envs = make_eval_envs(args, envs)
         check_envs(envs, args)
     except (ValueError, OSError) as error:
         if not raised_here(error):  # but in an environment
@@ -1184,7 +1280,7 @@ def main() -> None:
     STOP.clear()
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    results = train(args, envs)
+    results = train(args, envs, eval_envs)
     if results:  # of the first process
         print_commands(args, results["checkpoint"], hasattr(envs, "snapshot"))
     if STOP.is_set():

@@ -73,6 +73,8 @@ class Args:  # the trailing comments become --help
     evaluate: str | None = None  # only evaluate this checkpoint or `latest`, greedily
     init: str | None = None  # start a new run from the networks and normalisers of this checkpoint
     eval_episodes: int = 10  # number of evaluation episodes
+    eval_every: float = 0  # also evaluate after every so many steps, and keep the best policy in best.pt
+    stop_at: float | None = None  # end training once one of these evaluations has this mean return
     capture_video: bool = False  # record the evaluation in the run folder (needs moviepy)
     track: bool = False  # also log to Weights & Biases, to its WANDB_PROJECT (needs wandb)
     device: str = "cpu"  # cpu, cuda or mps; small networks are fastest on the CPU
@@ -107,7 +109,8 @@ class Args:  # the trailing comments become --help
 # one that collected the data. To study what is refused, change this table in your program. A setting that you
 # add is checked if it has an entry here.
 BOUNDS = {
-    "seed": (0, 2**31), "eval_episodes": (1, math.inf), "num_envs": (1, math.inf), "num_steps": (1, math.inf),
+    "seed": (0, 2**31), "eval_episodes": (1, math.inf), "eval_every": (0, math.inf),
+    "stop_at": (-math.inf, math.inf), "num_envs": (1, math.inf), "num_steps": (1, math.inf),
     "total_timesteps": (1, 1e15), "learning_rate": (0, 1), "gamma": (0, 1), "gae_lambda": (0, 1),
     "update_epochs": (1, 30), "num_minibatches": (1, math.inf), "clip_coef": (1e-3, 0.3),
     "ent_coef": (0, 100), "vf_coef": (0, 100), "max_grad_norm": (1e-6, math.inf), "hidden_size": (1, 2**16),
@@ -306,6 +309,8 @@ class State:
     learning_rate: float
     global_step: int = 0  # transitions so far
     returns: list[float] = field(default_factory=list)  # of the last 100 episodes
+    best_return: float = -math.inf  # of best.pt, in the evaluation that chose it
+    best_step: int = 0  # of best.pt
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
@@ -518,9 +523,11 @@ def batch_metrics(batch: Batch, args: Args, state: State) -> dict[str, float]:
 def train(args: Args, show_commands: bool = False) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation. If killed, it loses a minute or an iteration.
 
-    Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns". Raises
-    `Refused`, a `ValueError`, where training would be wrong. With `resume`, settings come from `args`, not
-    from the checkpoint. It seeds the global random generators, sets PyTorch's threads, and writes to runs/.
+    Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns"; with
+    `eval_every` also "best_return", for which best.pt was chosen, and "best_replayed", its returns in the
+    episodes of "greedy_returns". Raises `Refused`, a `ValueError`, where training would be wrong. With
+    `resume`, settings come from `args`, not from the checkpoint. It seeds the global random generators, sets
+    PyTorch's threads, and writes to runs/.
     """
     STOP.clear()
     check_settings(args)
@@ -554,7 +561,7 @@ def train(args: Args, show_commands: bool = False) -> dict:
     rollout.current_obs, _ = envs.reset(seed=seed)
     run = Run(path, args, agent, optimizer, state)
 
-    while state.global_step < args.total_timesteps and not STOP.is_set():
+    while state.global_step < args.total_timesteps and not (STOP.is_set() or run.stop_at_reached):
         remaining = 1 - state.global_step / args.total_timesteps
         state.learning_rate = args.learning_rate * (remaining if args.anneal_lr else 1)
         episodes = collect_rollout(envs, agent, rollout, args)
@@ -563,7 +570,10 @@ def train(args: Args, show_commands: bool = False) -> dict:
         metrics = update(agent, optimizer, batch, args, state)
         state.global_step += args.num_steps * args.num_envs
         run.log(metrics, episodes)
+        if args.eval_every > 0:
+            run.evaluate_if_due(eval_env)
     results = run.finish(eval_env, show_commands)
+    close(eval_env)
     close(envs)
     return results
 
@@ -639,6 +649,8 @@ def check_settings(args: Args) -> None:
         raise Refused("each minibatch needs two transitions or more: raise --num-steps")
     if not args.norm_adv and args.update_epochs * args.num_minibatches > 1:
         raise Refused("several gradient steps need --norm-adv")
+    if args.stop_at is not None and args.eval_every == 0:
+        raise Refused("--stop-at needs --eval-every")
 
 
 # ------------------------------------------------- Environments --------------------------------------------
@@ -791,7 +803,11 @@ class Run:
         for source in {Path(__file__), Path(sys.argv[0])}:
             if source.suffix == ".py" and source.is_file() and not Path(folder, source.name).exists():
                 shutil.copyfile(source, Path(folder, source.name))
-        self.warned = False
+        self.best_path = path.with_name("best.pt")
+        best = load_checkpoint(self.best_path)[1]["state"] if self.best_path.exists() else {}
+        state.best_return, state.best_step = best.get("best_return", -math.inf), best.get("best_step", 0)
+        self.warned = self.stop_at_reached = False
+        self.last_evaluation = state.global_step
         self.first_time, self.first_step = time.monotonic(), state.global_step
         self.last_print = self.last_save = -math.inf
 
@@ -851,22 +867,59 @@ class Run:
             line = f"{step:>10,} steps  {average}  KL {max(metrics['kl'], 0):.4f}"
             print(f"{line}  {speed:,.0f}/s  {left} left", flush=True)
 
+    def evaluate_if_due(self, env: Any) -> None:
+        """Evaluate if --eval-every steps have passed, or training ends. Keep the best policy in best.pt.
+
+        The episodes are the same each time, but not those of the evaluation at the end. Of policies that are
+        equally good, the last one is kept.
+        """
+        args, state, step = self.args, self.state, self.state.global_step
+        passed = step // args.eval_every > self.last_evaluation // args.eval_every
+        if not passed and step < args.total_timesteps:
+            return
+        self.last_evaluation = step
+        self.save()
+        other_seed = hash_seed(args.seed, 2**41)
+        returns = evaluate(self.path, replace(args, seed=other_seed, capture_video=False), env)
+        if STOP.is_set():  # they may be incomplete
+            return
+        mean = float(returns.mean())
+        self.writer.add_scalar("eval/greedy_return", mean, step)
+        if mean >= state.best_return:
+            state.best_return, state.best_step = mean, step
+            self.save()
+            new = self.best_path.with_suffix(".tmp")
+            shutil.copyfile(self.path, new)
+            new.replace(self.best_path)
+        if args.stop_at is not None and mean >= args.stop_at:
+            print(f"this is enough for --stop-at {args.stop_at:g}")
+            self.stop_at_reached = True
+
     def finish(self, env: gym.Env, show_commands: bool) -> dict:
-        """Save, evaluate unless the run was stopped, and close the log and `env`. Returns the results."""
-        complete = self.state.global_step >= self.args.total_timesteps
+        """Save, evaluate unless the run was stopped, and close the log. Returns the results."""
+        complete = self.stop_at_reached or self.state.global_step >= self.args.total_timesteps
         if self.state.global_step > self.first_step or self.args.resume is None:
             self.save()
         if show_commands:
             print_commands(self.args, self.path, env, complete)
-        average = float(np.mean(self.state.returns)) if self.state.returns else math.nan
+        state, replayed = self.state, np.zeros(0)
+        average = float(np.mean(state.returns)) if state.returns else math.nan
         returns = evaluate(self.path, self.args, env)
         if len(returns) > 0:
-            self.writer.add_scalar("eval/greedy_return", returns.mean(), self.state.global_step)
+            self.writer.add_scalar("eval/greedy_return", returns.mean(), state.global_step)
+        if self.best_path.exists():  # played again in other episodes than those that chose it
+            is_last = state.best_step == state.global_step
+            replayed = returns if is_last else evaluate(self.best_path, self.args, env)
+        if len(replayed) > 0:
+            self.writer.add_scalar("eval/best_return", replayed.mean(), state.best_step)
+            chosen = f"chosen after {state.best_step:,} steps for a return of {state.best_return:.5g}"
+            print(f"best.pt was {chosen}; in new episodes, as above, it has {replayed.mean():.5g}")
         self.writer.close()
         self.lock_file.close()
         if complete:  # although the evaluation may have been stopped
             STOP.clear()
-        return {"checkpoint": str(self.path), "training_return": average, "greedy_returns": returns}
+        results = {"checkpoint": str(self.path), "training_return": average, "greedy_returns": returns}
+        return results | {"best_return": state.best_return, "best_replayed": replayed}
 
 
 def lock_folder(folder: Path) -> IO:
@@ -886,7 +939,10 @@ def lock_folder(folder: Path) -> IO:
 def run_path(args: Args) -> Path:
     """Where a run saves its checkpoint. An absolute path: an environment may change the current folder."""
     if args.resume is not None:
-        return find_checkpoint(args.resume, args.exp_name).absolute()
+        path = find_checkpoint(args.resume, args.exp_name).absolute()
+        if path.name == "best.pt":
+            raise Refused("best.pt cannot be resumed: resume checkpoint.pt, or use --init best.pt")
+        return path
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     return Path("runs", re.sub(r"[^\w.-]+", "_", name), "checkpoint.pt").absolute()
 
@@ -972,16 +1028,20 @@ def load_policy(path: str | Path, env: gym.Env, device: str = "cpu") -> Callable
 def evaluate(path: str | Path, args: Args, env: gym.Env | None = None) -> np.ndarray:
     """Play --eval-episodes episodes with the most likely actions; print and return their returns.
 
-    Closes `env`, by default a new one of `make_eval_env`. Random generators are left as they were: training
-    can go on.
+    Without `env`, it makes one by `make_eval_env`, and closes it. Random generators are left as they were:
+    training goes on as if this had not been called.
     """
+    if env is None:
+        env = make_eval_env(args)
+        result = evaluate(path, args, env)
+        close(env)
+        return result
     returns: list[float] = []
     seed = hash_seed(args.seed, 2**40)  # episodes that training has not seen
     with isolated_random_numbers(seed):
-        env = make_eval_env(args) if env is None else env
         if args.capture_video and not STOP.is_set():
-            folder = Path(path).parent / "videos"
-            env = gym.wrappers.RecordVideo(env, str(folder), lambda episode: True)
+            folder, name = Path(path).parent / "videos", Path(path).stem
+            env = gym.wrappers.RecordVideo(env, str(folder), lambda episode: True, name_prefix=name)
             print(f"videos: {folder}")
         policy = load_policy(path, env, args.device)
         seed_spaces(env, seed)
@@ -999,9 +1059,10 @@ def evaluate(path: str | Path, args: Args, env: gym.Env | None = None) -> np.nda
                 returns.append(total)
         if returns:
             steps = load_checkpoint(path)[1]["state"]["global_step"]
-            result = f"{np.mean(returns):.5g} +/- {np.std(returns):.3g} in {len(returns)} episodes"
-            print(f"evaluation return {result} with the most likely actions, after {steps:,} steps")
-        close(env)
+            shown = f"{np.mean(returns):.5g} +/- {np.std(returns):.3g} in {len(returns)} episodes"
+            print(f"evaluation return {shown} with the most likely actions, after {steps:,} steps")
+        if isinstance(env, gym.wrappers.RecordVideo) and env.recording:
+            env.stop_recording()
     return np.array(returns)
 
 

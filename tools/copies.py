@@ -41,7 +41,7 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "Agent.normalize Agent.policy kl_divergence compute_gae Batch State ppo_loss Rollout "
     "Rollout.__init__ collect_rollout normalize_rollout make_batch "
     "compute_gradients mean_kl update "
-    "adjust_coefficients train compiled seed_everything hash_seed check_settings make_env make_envs rescaler "
+    "adjust_coefficients train compiled seed_everything check_settings make_env make_envs rescaler "
     "Run.log Run.finish load_policy evaluate parse_args print_commands main",
     "ppo_lstm.py": "BOUNDS mlp Agent Agent.__init__ Agent.policy Agent.value Batch State ppo_loss Rollout "
     "Rollout.__init__ collect_rollout make_batch mean_kl compute_gradients update "
@@ -55,11 +55,11 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
 }
 EARLIER = {  # script: units of its original that it still has in the form of version 0.2, or not yet
     "ppo_atari.py": "sample most_likely compute_gae batch_metrics hash_seed seed_everything Run.log "
-    "Run.finish print_commands adapted Refused seed_spaces isolated_random_numbers Flat "
+    "Run.finish print_commands adapted Refused seed_spaces Flat "
     "Flat.__init__ Flat.reset Flat.step flatten find_binary_obs check_actions "
     "make_eval_env check_numbers Run.__init__ Run.save lock_folder run_path "
     "find_checkpoint load_checkpoint load_weights load_start close stop",
-    "ppo_gpu.py": "sample most_likely batch_metrics adapted Refused seed_spaces isolated_random_numbers "
+    "ppo_gpu.py": "sample most_likely batch_metrics adapted Refused seed_spaces "
     "Flat Flat.__init__ Flat.reset Flat.step flatten find_binary_obs check_actions "
     "make_eval_env check_numbers Run.__init__ Run.save lock_folder run_path "
     "find_checkpoint load_checkpoint load_weights load_start close stop",
