@@ -741,7 +741,8 @@ class Run:
         average = float(np.mean(state.returns)) if state.returns else math.nan
         returns = evaluate(self.path, self.args, envs)
         if len(returns) > 0:
-            self.writer.add_scalar("eval/greedy_return", returns.mean(), state.global_step)
+            tag = "eval/final_return" if self.args.eval_every > 0 else "eval/greedy_return"
+            self.writer.add_scalar(tag, returns.mean(), state.global_step)
         if self.best_path.exists():  # played again in other games than those that chose it
             is_last = state.best_step == state.global_step
             replayed = returns if is_last else evaluate(self.best_path, self.args, envs)
@@ -814,8 +815,8 @@ def evaluate(path: str | Path, args: Args, envs: VectorEnv | None = None) -> np.
     if args.capture_video:
         from gymnasium.utils.save_video import save_video
 
-        folder = str(Path(path).parent / "videos")
-        save_video(frames, folder, fps=15, name_prefix=Path(path).stem)
+        folder = str(Path(path).with_name("best_videos" if Path(path).name == "best.pt" else "videos"))
+        save_video(frames, folder, fps=15)
         print(f"videos: {folder}")
     steps = load_checkpoint(path)[1]["state"]["global_step"]
     shown = f"{np.mean(returns):.5g} ± {np.std(returns):.3g} with the most likely actions"

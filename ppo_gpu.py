@@ -1069,7 +1069,8 @@ class Run:
         finished = self.stop_at_reached or state.global_step >= self.args.total_timesteps
         returns = evaluate(self.path, self.args, envs) if finished else np.zeros(0)
         if len(returns) > 0:
-            self.writer.add_scalar("eval/greedy_return", returns.mean(), state.global_step)
+            tag = "eval/final_return" if self.args.eval_every > 0 else "eval/greedy_return"
+            self.writer.add_scalar(tag, returns.mean(), state.global_step)
         if self.best_path.exists() and finished:  # played again in other episodes than those that chose it
             is_last = state.best_step == state.global_step
             replayed = returns if is_last else evaluate(self.best_path, self.args, envs)

@@ -906,7 +906,8 @@ class Run:
         average = float(np.mean(state.returns)) if state.returns else math.nan
         returns = evaluate(self.path, self.args, env)
         if len(returns) > 0:
-            self.writer.add_scalar("eval/greedy_return", returns.mean(), state.global_step)
+            tag = "eval/final_return" if self.args.eval_every > 0 else "eval/greedy_return"
+            self.writer.add_scalar(tag, returns.mean(), state.global_step)
         if self.best_path.exists():  # played again in other episodes than those that chose it
             is_last = state.best_step == state.global_step
             replayed = returns if is_last else evaluate(self.best_path, self.args, env)
@@ -1040,8 +1041,8 @@ def evaluate(path: str | Path, args: Args, env: gym.Env | None = None) -> np.nda
     seed = hash_seed(args.seed, 2**40)  # episodes that training has not seen
     with isolated_random_numbers(seed):
         if args.capture_video and not STOP.is_set():
-            folder, name = Path(path).parent / "videos", Path(path).stem
-            env = gym.wrappers.RecordVideo(env, str(folder), lambda episode: True, name_prefix=name)
+            folder = Path(path).with_name("best_videos" if Path(path).name == "best.pt" else "videos")
+            env = gym.wrappers.RecordVideo(env, str(folder), lambda episode: True)
             print(f"videos: {folder}")
         policy = load_policy(path, env, args.device)
         seed_spaces(env, seed)

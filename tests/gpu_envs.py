@@ -1,5 +1,7 @@
 """Environments for test_gpu.py, each with what `ppo_gpu.Pendulums` has: `--env-id gpu_envs:Scripted`."""
 
+import random
+
 import numpy as np
 import torch
 from torch import nn
@@ -106,6 +108,16 @@ class Changed(Target):
         if self.count > self.after:
             results[self.index] = self.change(results[self.index])
         return results
+
+
+class Draws(Target):
+    """Rewards have noise of Python's and NumPy's generators."""
+
+    recordable = False
+
+    def step(self, actions):
+        obs, rewards, *others = super().step(actions)
+        return obs, rewards + random.random() + np.random.random(), *others  # noqa: NPY002
 
 
 # Environments that are refused

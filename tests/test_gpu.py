@@ -651,7 +651,7 @@ def test_a_video_is_recorded_where_the_environments_can_render(tmp_path):
     """The pendulums cannot render, and are refused."""
     pytest.importorskip("moviepy")
     _, path = run(tmp_path, "--capture-video")
-    assert path.with_name("video.mp4").stat().st_size > 1000
+    assert path.with_name("checkpoint.mp4").stat().st_size > 1000
     refused = call(tmp_path, "--capture-video", **SMALL)
     assert refused.status == 2
     assert "environments with snapshot and render" in refused.err

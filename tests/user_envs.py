@@ -142,6 +142,7 @@ for kind in ACTIONS:
     gym.register(f"Walk{ending}", Walk, kwargs={"action": kind})
     gym.register(f"Probe{ending}", Probe, kwargs={"action": kind})
 gym.register("Global-v0", Global)
+gym.register("GlobalBox-v0", Global, kwargs={"action": "box"})
 gym.register("Blind-v0", Blind)
 gym.register("Words-v0", Walk, kwargs={"observation": "words"})
 OTHERS = {

@@ -1,0 +1,267 @@
+"""Evaluations while a script trains: they change nothing that is learnt, and the best policy is kept."""
+
+import contextlib
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import gpu_envs
+import numpy as np
+import pytest
+import torch
+import user_envs
+from helpers import CONTINUOUS, DISCRETE, LSTM, SMALL, call, checkpoint_in, curves, flags, load, same
+
+import ppo
+import ppo_atari
+import ppo_continuous
+import ppo_gpu
+import ppo_lstm
+
+SIZE = 4 * 8  # transitions per iteration, in ppo_atari.py a few less
+THREE = 2.5 * SIZE  # transitions of three iterations
+SHORT_GAME = '{"max_num_frames_per_episode": 80}'
+SETTINGS = {  # their environments draw from Python's and NumPy's generators, but for the game
+    ppo: {"env_id": "user_envs:Global-v0", "hidden_size": 16},
+    ppo_continuous: {"env_id": "user_envs:GlobalBox-v0", "hidden_size": 16},
+    ppo_lstm: {"env_id": "user_envs:Global-v0", "hidden_size": 16},
+    ppo_atari: {"env_id": "ALE/Pong-v5", "env_kwargs": SHORT_GAME, "num_threads": 1, "device": "cpu"},
+    ppo_gpu: {"env_id": "gpu_envs:Draws", "hidden_size": 16, "device": "cpu"},
+}
+each_script = pytest.mark.parametrize("script", SETTINGS, ids=lambda script: script.__name__)
+# ppo_continuous.py and ppo_lstm.py have the same text as ppo.py.
+each_text = pytest.mark.parametrize("script", [ppo, ppo_atari, ppo_gpu], ids=lambda script: script.__name__)
+
+
+def train(script, folder, **changes):
+    """Train in a folder. Return the results, the content of the checkpoint, its folder, and the output."""
+    folder.mkdir(exist_ok=True)
+    known = vars(script.Args())
+    small = {name: value for name, value in SMALL.items() if name in known} | {"num_steps": 8}
+    args = script.Args(**small | SETTINGS[script] | {"total_timesteps": THREE} | changes)
+    out = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out):
+        results = script.train(args)
+    path = folder / results["checkpoint"]
+    return SimpleNamespace(**results, path=path, content=load(path), folder=path.parent, out=out.getvalue())
+
+
+def script_evaluations(script, monkeypatch, *means):
+    """Let a script's evaluations have these mean returns. Return a list of what they evaluate."""
+    played, left = [], list(means)
+
+    def evaluate(path, args, env):
+        played.append(SimpleNamespace(seed=args.seed, name=Path(path).name, agent=load(path)["agent"]))
+        return np.array([-1.0, 0.0, 1.0]) + left.pop(0)
+
+    monkeypatch.setattr(script, "evaluate", evaluate)
+    return played
+
+
+@each_script
+def test_training_is_the_same_with_evaluations_and_without(script, tmp_path):
+    """Weights, optimizer and curves are equal bit for bit, also if environments use global generators."""
+    without = train(script, tmp_path / "without")
+    often = train(script, tmp_path / "often", eval_every=1.0)
+    for part in ("agent", "optimizer"):
+        assert same(without.content[part], often.content[part])
+    expected, logged = curves(without.folder), curves(often.folder)
+    assert logged.pop("eval/final_return") == expected.pop("eval/greedy_return")
+    greedy = logged.pop("eval/greedy_return")
+    assert [*greedy] == [*logged["losses/value_loss"]]  # after each iteration
+    assert max(greedy.values()) == pytest.approx(often.best_return)
+    del logged["eval/best_return"]
+    assert logged == expected
+    assert without.greedy_returns.tolist() == often.greedy_returns.tolist()
+    assert len(without.best_replayed) == 0
+    assert not (without.folder / "best.pt").exists()
+
+
+@each_script
+def test_two_runs_that_resume_a_checkpoint_are_identical(script, tmp_path):
+    """One of them evaluates after each iteration, the other one only at its end."""
+    first = train(script, tmp_path, eval_every=1.0)
+    more = {"resume": str(first.path), "total_timesteps": 2 * THREE}
+    again = [train(script, tmp_path, **more, eval_every=1.0)]
+    torch.save(first.content, first.path)
+    again.append(train(script, tmp_path, **more))
+    for part in ("agent", "optimizer"):
+        assert same(again[0].content[part], again[1].content[part])
+        assert not same(again[0].content[part], first.content[part])
+
+
+@each_text
+def test_the_best_policy_is_kept_and_played_again_in_other_episodes(script, tmp_path, monkeypatch):
+    """Of three, the second is the best. At the end, the last one and the best one play new episodes."""
+    played = script_evaluations(script, monkeypatch, 3, 7, 5, 4, 6)
+    done = train(script, tmp_path, eval_every=1.0)
+    first, second, third, last, best = played
+    assert first.seed == second.seed == third.seed != last.seed == best.seed
+    assert [each.name for each in played] == 4 * ["checkpoint.pt"] + ["best.pt"]
+    content = load(done.folder / "best.pt")
+    assert same(content["agent"], second.agent)
+    assert same(best.agent, second.agent)
+    assert same(third.agent, last.agent)
+    assert not same(second.agent, last.agent)
+    logged = curves(done.folder)
+    steps = [*logged["losses/value_loss"]]
+    assert logged["eval/greedy_return"] == dict(zip(steps, (3, 7, 5), strict=True))
+    assert logged["eval/final_return"] == {steps[2]: 4}
+    assert logged["eval/best_return"] == {steps[1]: 6}
+    for state in (content["state"], done.content["state"]):
+        assert (state["best_return"], state["best_step"]) == (7, steps[1])
+    assert (done.best_return, done.greedy_returns.mean(), done.best_replayed.mean()) == (7, 4, 6)
+    assert f"after {steps[1]:,} steps for a return of 7; in new" in done.out
+    assert "it has 6" in done.out
+
+
+@each_text
+def test_a_resumed_run_replaces_the_best_policy_by_one_that_is_not_worse(script, tmp_path, monkeypatch):
+    """It knows the best return also if it was killed before it wrote that into its checkpoint."""
+    script_evaluations(script, monkeypatch, 3, 7, 5, 4, 6)
+    done = train(script, tmp_path, eval_every=1.0)
+    best, state = load(done.folder / "best.pt"), done.content["state"]
+    state.update(best_return=3.0, best_step=1)
+    torch.save(done.content, done.path)
+    settings = {"eval_every": 1.0, "resume": str(done.path), "total_timesteps": state["global_step"] + 1}
+    script_evaluations(script, monkeypatch, 6, 4, 6)
+    more = train(script, tmp_path, **settings)
+    assert more.best_return == more.content["state"]["best_return"] == 7
+    assert same(load(done.folder / "best.pt"), best)
+    script_evaluations(script, monkeypatch, 7, 6)  # as good; then the last policy is the best one
+    settings["total_timesteps"] = more.content["state"]["global_step"] + 1
+    more = train(script, tmp_path, **settings)
+    assert more.best_return == 7
+    assert more.best_replayed.mean() == more.greedy_returns.mean() == 6
+    assert same(load(done.folder / "best.pt")["agent"], more.content["agent"])
+
+
+@each_text
+def test_stop_at_ends_training_once_an_evaluation_reaches_it(script, tmp_path, monkeypatch):
+    """The run is complete: the last policy is evaluated."""
+    script_evaluations(script, monkeypatch, 3, 7, 6)
+    done = train(script, tmp_path, eval_every=1.0, stop_at=7.0, total_timesteps=1e6)
+    assert len(curves(done.folder)["losses/value_loss"]) == 2
+    assert done.greedy_returns.mean() == done.best_replayed.mean() == 6
+    assert "--stop-at 7" in done.out
+    with pytest.raises(ValueError, match="--stop-at needs --eval-every"):
+        train(script, tmp_path, stop_at=7.0)
+
+
+def test_evaluations_are_after_every_so_many_steps_and_at_the_end(tmp_path, monkeypatch):
+    """Here every two iterations, and after the fifth, which is the last."""
+    script_evaluations(ppo, monkeypatch, *range(4))
+    done = train(ppo, tmp_path, eval_every=1.7 * SIZE, total_timesteps=4.5 * SIZE)
+    logged = curves(done.folder)
+    steps = [*logged["losses/value_loss"]]
+    assert [*logged["eval/greedy_return"]] == [steps[1], steps[3], steps[4]]
+
+
+def test_an_evaluation_whose_return_is_nan_chooses_nothing(tmp_path, monkeypatch):
+    script_evaluations(ppo, monkeypatch, np.nan, 7, np.nan, 4, 6)
+    assert train(ppo, tmp_path, eval_every=1.0).best_return == 7
+
+
+# With the same environment from the first step to the last
+
+
+@pytest.mark.parametrize("case", [DISCRETE, CONTINUOUS, LSTM], ids=repr)
+def test_one_environment_is_made_for_all_evaluations_and_closed_once(case, tmp_path):
+    """The command line says what best.pt was chosen for, and evaluates it again with the same returns."""
+    words = flags(**SMALL, env_id=case.walk)
+    done = call(case, tmp_path, *words, "--eval-every", 1, "--total-timesteps", THREE)
+    assert (done.status, done.err) == (0, "")
+    assert len(user_envs.LOG["made"]) == len(user_envs.LOG["closed"]) == 1 + SMALL["num_envs"]
+    best = checkpoint_in(tmp_path).with_name("best.pt")
+    lines = done.out.splitlines()
+    assert lines[-1].startswith("best.pt was chosen after")
+    again = call(case, tmp_path, "--evaluate", best, "--env-id", case.walk)
+    assert again.out.strip() == lines[-2]
+
+
+def test_videos_of_the_last_policy_and_of_the_best_one_are_recorded(tmp_path, monkeypatch):
+    """Here the first policy is the best, as the others are not evaluated. That evaluation is not recorded."""
+    pytest.importorskip("moviepy")
+    evaluate_if_due = ppo.Run.evaluate_if_due
+
+    def once(run, env):
+        if not run.best_path.exists():
+            evaluate_if_due(run, env)
+
+    monkeypatch.setattr(ppo.Run, "evaluate_if_due", once)
+    settings = {"env_id": DISCRETE.walk, "capture_video": True, "eval_episodes": 2}
+    train(ppo, tmp_path, **settings, eval_every=1.0)
+    for name in ("videos", "best_videos"):
+        assert len([*tmp_path.glob(f"runs/*/{name}/*.mp4")]) == 2
+
+
+@each_text
+def test_ctrl_c_in_an_evaluation_ends_the_run_and_keeps_the_best_policy(script, tmp_path, monkeypatch):
+    """What was not played to its end chooses nothing. The run resumes."""
+    evaluate, count = script.evaluate, []
+
+    def interrupted(*arguments):
+        count.append(1)
+        if len(count) == 2:
+            script.STOP.set()
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(script, "evaluate", interrupted)
+    try:
+        done = train(script, tmp_path, eval_every=1.0)
+    finally:
+        script.STOP.clear()
+    logged = curves(done.folder)
+    steps = [*logged["losses/value_loss"]]
+    assert done.content["state"]["global_step"] == steps[-1] == steps[1]
+    assert [*logged["eval/greedy_return"]] == [done.content["state"]["best_step"]] == steps[:1]
+    assert len(done.greedy_returns) == len(done.best_replayed) == 0
+    more = train(script, tmp_path, eval_every=1.0, resume=str(done.path))
+    assert len(more.best_replayed) == len(more.greedy_returns) > 0
+
+
+@pytest.mark.parametrize("script", [ppo, ppo_continuous, ppo_lstm], ids=lambda script: script.__name__)
+def test_a_new_run_starts_from_the_best_policy_which_is_not_resumed(script, tmp_path):
+    """A resumed run would write its checkpoints over it."""
+    done = train(script, tmp_path, eval_every=1.0)
+    best = done.folder / "best.pt"
+    with pytest.raises(script.Refused, match=r"best\.pt cannot be resumed"):
+        train(script, tmp_path, resume=str(best), total_timesteps=1000)
+    new = train(script, tmp_path, init=str(best), total_timesteps=1, learning_rate=0.0)
+    weights = load(best)["agent"]
+    assert all(same(new.content["agent"][name], x) for name, x in weights.items() if "moments" not in name)
+    assert new.folder != done.folder
+    assert new.best_return == -np.inf
+
+
+# Environments on a GPU, where evaluations need environments of their own
+
+
+def test_environments_that_cannot_exist_twice_fail_before_the_first_rollout(tmp_path, monkeypatch):
+    made = []
+
+    class Once(gpu_envs.Draws):
+        def __init__(self, args):
+            super().__init__(args)
+            made.append(self)
+            if len(made) > 1:
+                raise RuntimeError("there is only one simulator")
+
+    monkeypatch.setattr(gpu_envs, "Draws", Once)
+    with pytest.raises(RuntimeError, match="only one simulator"):
+        train(ppo_gpu, tmp_path, eval_every=1.0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_program_gives_environments_to_evaluate_in(tmp_path, monkeypatch):
+    """Those that train are not disturbed."""
+    monkeypatch.chdir(tmp_path)
+    args = ppo_gpu.Args(**SETTINGS[ppo_gpu], num_envs=4, num_steps=8, num_minibatches=2)
+    args.eval_every, args.total_timesteps = 1.0, THREE
+    envs, eval_envs = gpu_envs.Draws(args), gpu_envs.Draws(args)
+    with pytest.raises(ValueError, match="train needs eval_envs"):
+        ppo_gpu.train(args, envs)
+    results = ppo_gpu.train(args, envs, eval_envs)
+    monkeypatch.undo()
+    other = train(ppo_gpu, tmp_path, eval_every=1.0, update_epochs=args.update_epochs)
+    assert same(load(tmp_path / results["checkpoint"])["agent"], other.content["agent"])
