@@ -103,6 +103,11 @@ DERIVED = {
     "gain": ("return", "rise of the return since the start, in standard deviations of an episode"),
     "equal_returns": ("return", "1 if all returns, of at least 100 episodes, have been the same, else 0"),
     "length_share": ("length", "length of episodes, as a share of that of the first ones"),
+    "greedy_gap": (
+        "greedy_return",
+        "how far the last greedy return is below the return of training, as a "
+        "share of the latter's rise or, if that is more, of three standard deviations of an episode",
+    ),
     "reward_gain": ("reward", "rise of the mean reward since the start, in its standard deviations"),
     "equal_rewards": ("reward", "1 if all mean rewards have been the same, else 0"),
     "entropy_share": ("entropy", "entropy, as a share of the largest one so far; unknown for Gaussians"),
@@ -245,6 +250,9 @@ QUESTIONS = [
          "the return rises, and episodes shorten to nothing",
          "is a quick end what you want? Watch the agent. If it is not, look for rewards that are negative in "
          "each step", "The return does not rise"),
+    Rule("greedy_gap > 0.5 and progress > 0.2", 1, "the greedy return is far below the return of training",
+         "does the policy need its noise? If it should not, lower --ent-coef or train longer; if you changed "
+         "the script, check that both see the same observations", "The return does not rise"),
     Rule("gamma < 0.5 and length > 2", 1, "the discount factor is below 0.5",
          "do only the next rewards count? The horizon is 1 / (1 - γ) steps; 0.9 to 0.999 is usual",
          "The return does not rise"),
@@ -309,7 +317,9 @@ def read_run(folder: Path, events: EventAccumulator) -> RunLog | None:
     # Language models log the number of responses before an iteration, the other scripts that after it.
     language = "token_kl" in entries or "reward" in entries
     batch = as_number(run.settings.get("batch_size")) if language else 0
-    run.finished = bool(run.steps[-1] + batch >= run.total)
+    stop_at = np.float32(as_number(run.settings.get("stop_at")))  # as precise as the log
+    last_greedy = entries["greedy_return"][-1].value if "greedy_return" in entries else math.nan
+    run.finished = bool(run.steps[-1] + batch >= run.total or last_greedy >= stop_at)
     if not run.finished and time.time() - last_time < 60:  # the last iteration may be half-written
         run.steps = run.steps[:-1]
     if not len(run.steps):
@@ -429,9 +439,15 @@ def add_returns(run: RunLog, entries: dict[str, list]) -> None:
     derived = {"return": mean_returns, "length": mean_lengths, "gain": gain}
     derived["length_share"] = mean_lengths / windowed(lengths, 0, first_end)
     derived["equal_returns"] = (equal & (seen >= 100)).astype(float)
+    derived["unit"] = np.maximum(mean_returns - first_return, 3 * deviations)
     last_entry = np.searchsorted(steps, run.steps, side="right") - 1  # of each iteration
     for name, column in derived.items():
         run.numbers[name] = np.where(last_entry >= 0, column[last_entry], math.nan)
+    unit = run.numbers.pop("unit")
+    if "greedy_return" in run.numbers:
+        gaps = (run.numbers["return"] - run.numbers["greedy_return"]) / np.maximum(unit, 1e-8)
+        last = len(gaps) - 1 - int(np.argmin(np.isnan(gaps[::-1])))  # iteration of the last evaluation
+        run.numbers["greedy_gap"] = np.where(np.arange(len(gaps)) < last, math.nan, gaps[last])
 
 
 def add_rewards(run: RunLog) -> None:

@@ -7,9 +7,10 @@
     python plot.py runs/* --output curves.png
     python plot.py runs/* --compare
 
-Each environment has a panel, each experiment a line: the mean of its seeds, with their range as a band. Runs
-that differ in more than the seed are different experiments, named by the settings that differ, and by a hash
-of the script if its text differs: `sha1sum runs/*/*.py` lists the hashes of all runs.
+Each environment has a panel, each experiment a line: the mean of its seeds, with their range as a band. A dot
+is the mean return of an evaluation of one seed, with the most likely actions. Runs that differ in more than
+the seed are different experiments, named by the settings that differ, and by a hash of the script if its text
+differs: `sha1sum runs/*/*.py` lists the hashes of all runs.
 """
 
 import hashlib
@@ -35,8 +36,9 @@ except ImportError as error:
 RUN = re.compile(r"(?P<env_id>.+?)__(?P<experiment>.+)__(?P<seed>-?\d+)__(?P<date>[\d-]+)")  # its folder
 TAGS = "charts/episodic_return", "reward", "objective/scores"  # one of them is in the runs of every script
 OUTSIDE = {  # settings that do not change what is learnt
-    "seed", "exp_name", "plan", "resume", "evaluate", "eval_episodes", "eval_every", "capture_video", "track",
-    "wandb_project_name", "wandb_entity", "device", "num_threads", "compile", "async_envs", "env_id",
+    "seed", "exp_name", "plan", "resume", "evaluate", "eval_episodes", "eval_every", "stop_at",
+    "capture_video", "track", "wandb_project_name", "wandb_entity", "device", "num_threads", "compile",
+    "async_envs", "env_id",
 }  # fmt: skip
 plt.style.use(["seaborn-v0_8-whitegrid", "seaborn-v0_8-colorblind"])
 
@@ -106,7 +108,8 @@ def load_runs(paths: tuple[str, ...], tag: str | None) -> pd.DataFrame:
             copy = b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))
             script = hashlib.sha1(copy).hexdigest()[:6] if copy else "unknown"  # not all runs have a copy
             about = {"folder": folder, "curve": curve, "settings": read_settings(events), "script": script}
-            rows.append({**name.groupdict(), **about})
+            greedy = read_curve(events, "eval/greedy_return" if tag is None else "none")
+            rows.append({**name.groupdict(), **about, "greedy": greedy})
         else:
             missing = tag or " or ".join(TAGS)
             reason = "its name is not env_id__exp_name__seed__date" if len(curve) else f"it has no {missing}"
@@ -160,6 +163,9 @@ def draw(runs: pd.DataFrame, args: Args) -> None:
             marker = "" if start < end else "o"
             (lines_of[experiment],) = axes.plot(points, np.mean(lines, 0), color + style + marker)
             axes.fill_between(points, np.min(lines, 0), np.max(lines, 0), alpha=0.2, fc=color)
+            evaluations = pd.concat([*group.greedy])
+            if len(evaluations):
+                axes.plot(evaluations[args.x], evaluations.value, color + ".", alpha=0.6)
         name = panel.curve.iloc[0].tag.iloc[0].split("/")[-1].replace("_", " ")
         smoothing = f"\nmean of the last {window:,.10g} {args.x}" if window else ""
         axes.set(title=env_id, xlabel=args.x, ylabel=name + smoothing, xlim=(0, None))
@@ -169,7 +175,9 @@ def draw(runs: pd.DataFrame, args: Args) -> None:
     for experiment in lines_of:
         fewest, most = counts[experiment].min(), counts[experiment].max()
         labels.append(f"{experiment}, seeds: {most if fewest == most else f'{fewest} to {most}'}")
-    figure.legend(lines_of.values(), labels, loc="outside lower center", title="mean and range of seeds")
+    has_dots = any(len(greedy) for greedy in runs.greedy)
+    title = "mean and range of seeds" + ("; dots: evaluations of a seed, greedy" if has_dots else "")
+    figure.legend(lines_of.values(), labels, loc="outside lower center", title=title)
     output = args.output or ("curves.png" if plt.get_backend().lower() == "agg" else None)
     if output:  # or there is no display, hence agg
         try:

@@ -897,7 +897,7 @@ class Run:
 
     def finish(self, env: gym.Env, show_commands: bool) -> dict:
         """Save, evaluate unless the run was stopped, and close the log. Returns the results."""
-        complete = self.stop_at_reached or self.state.global_step >= self.args.total_timesteps
+        complete = self.state.global_step >= self.args.total_timesteps
         if self.state.global_step > self.first_step or self.args.resume is None:
             self.save()
         if show_commands:
@@ -917,7 +917,7 @@ class Run:
             print(f"best.pt was {chosen}; in new episodes, as above, it has {replayed.mean():.5g}")
         self.writer.close()
         self.lock_file.close()
-        if complete:  # although the evaluation may have been stopped
+        if complete or self.stop_at_reached:  # although the evaluation may have been stopped
             STOP.clear()
         results = {"checkpoint": str(self.path), "training_return": average, "greedy_returns": returns}
         return results | {"best_return": state.best_return, "best_replayed": replayed}

@@ -126,6 +126,32 @@ def test_rules_on_a_whole_run_find_constant_returns_and_those_that_do_not_rise(s
     assert said or not found
 
 
+@pytest.mark.parametrize(("greedy", "asks"), [(50.0, True), (80.0, False)])
+def test_a_greedy_return_far_below_the_return_of_training_is_a_question(greedy, asks, tmp_path):
+    """Returns rise from 20 to about 110. The last evaluation counts."""
+    writer = Writer(tmp_path).write(40, deviation=1.0)
+    writer.writer.add_scalar("eval/greedy_return", 0.0, writer.step)
+    writer.write(50, deviation=1.0)
+    writer.writer.add_scalar("eval/greedy_return", greedy, writer.step)
+    writer.write(5, deviation=1.0)
+    run = coach.read_run(tmp_path, coach.open_events(tmp_path))
+    gap = run.numbers["greedy_gap"]
+    assert np.isnan(gap[:89]).all()
+    np.testing.assert_allclose(gap[89:], (108 - greedy) / (108 - 21.5), atol=0.03)
+    status, out, _ = call("check", tmp_path)
+    assert status == 0
+    assert ("QUESTION: the greedy return is far below" in out) == asks
+
+
+def test_a_run_that_reached_stop_at_has_ended(tmp_path):
+    """Its steps are fewer than --total-timesteps."""
+    for name, greedy, ended in (("a", 0.7, True), ("b", 0.6, False)):
+        writer = Writer(tmp_path / name, stop_at=0.7).write(20)
+        writer.writer.add_scalar("eval/greedy_return", greedy, writer.step)
+        writer.writer.flush()
+        assert coach.read_run(tmp_path / name, coach.open_events(tmp_path / name)).finished == ended
+
+
 def test_the_gain_is_the_rise_of_the_return_in_standard_deviations(tmp_path):
     """It is the last 100 episodes' mean minus that of the first 50, over the root of their mean variance."""
     random = np.random.default_rng(1)

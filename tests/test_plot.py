@@ -57,6 +57,21 @@ def test_the_figure_has_a_line_of_our_runs_and_one_of_cleanrls(runs, monkeypatch
     assert axes.collections[0].get_datalim(axes.transData).intervaly.tolist() == [1, 3]
 
 
+def test_evaluations_are_dots_beside_the_curve_of_training(runs, monkeypatch):
+    """They are not smoothed. With --tag, the curve is what was asked for, alone."""
+    greedy = [(500, 3.0), (1000, 5.0)]
+    write(runs / OURS.format(1, 0), greedy, tag="eval/greedy_return")
+    figures = []
+    monkeypatch.setattr(plot.plt, "savefig", lambda path: figures.append(plot.plt.gcf()))
+    run(monkeypatch, "runs/*")
+    (dots,) = [
+        line for line in figures[0].axes[0].lines if line.get_marker() == "." and len(line.get_xdata())
+    ]
+    assert [*zip(dots.get_xdata(), dots.get_ydata(), strict=True)] == greedy
+    run(monkeypatch, "runs/*", "--tag", "charts/episodic_return")
+    assert not any(line.get_marker() == "." for line in figures[1].axes[0].lines)
+
+
 def test_runs_with_other_settings_than_the_seed_are_other_lines(tmp_path, monkeypatch, capsys):
     """Each learning rate is a line. The frequency of evaluations does not matter."""
     monkeypatch.chdir(tmp_path)
