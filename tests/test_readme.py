@@ -97,7 +97,8 @@ def folder(tmp_path_factory):
     (program,) = (text for text in PROGRAMS if text.startswith("# my_env.py"))
     (folder / "my_env.py").write_text(program, encoding="utf-8")
     call("ppo.py", folder, *shortened(ppo))
-    call("ppo_continuous.py", folder, "--env-id", "Pendulum-v1", *shortened(ppo_continuous))
+    words = "--env-id", "Pendulum-v1", "--eval-every", "1000"
+    call("ppo_continuous.py", folder, *words, *shortened(ppo_continuous))
     return folder
 
 
