@@ -8,7 +8,7 @@
     python plot.py runs/* --compare
 
 Each environment has a panel, each experiment a line: the mean of its seeds, with their range as a band. A dot
-is the mean return of an evaluation of one seed, with the most likely actions. Runs that differ in more than
+is an evaluation of one seed: its mean return with the most likely actions. Runs that differ in more than
 the seed are different experiments, named by the settings that differ, and by a hash of the script if its text
 differs: `sha1sum runs/*/*.py` lists the hashes of all runs.
 """
@@ -108,7 +108,7 @@ def load_runs(paths: tuple[str, ...], tag: str | None) -> pd.DataFrame:
             copy = b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))
             script = hashlib.sha1(copy).hexdigest()[:6] if copy else "unknown"  # not all runs have a copy
             about = {"folder": folder, "curve": curve, "settings": read_settings(events), "script": script}
-            greedy = read_curve(events, "eval/greedy_return" if tag is None else "none")
+            greedy = read_curve(events, "eval/greedy_return")
             rows.append({**name.groupdict(), **about, "greedy": greedy})
         else:
             missing = tag or " or ".join(TAGS)
@@ -131,7 +131,7 @@ def load_runs(paths: tuple[str, ...], tag: str | None) -> pd.DataFrame:
         for folder, end in zip(group.folder, ends, strict=True):
             if end < 0.9 * max(ends):
                 text = f"{folder} ends after {end:,.0f} steps, another seed after {max(ends):,.0f}"
-                print(f"note: {text}; is it complete?", file=sys.stderr)
+                print(f"note: {text}; is it complete, or did --stop-at end it?", file=sys.stderr)
     return runs
 
 
@@ -164,7 +164,7 @@ def draw(runs: pd.DataFrame, args: Args) -> None:
             (lines_of[experiment],) = axes.plot(points, np.mean(lines, 0), color + style + marker)
             axes.fill_between(points, np.min(lines, 0), np.max(lines, 0), alpha=0.2, fc=color)
             evaluations = pd.concat([*group.greedy])
-            if len(evaluations):
+            if len(evaluations) and args.tag is None:
                 axes.plot(evaluations[args.x], evaluations.value, color + ".", alpha=0.6)
         name = panel.curve.iloc[0].tag.iloc[0].split("/")[-1].replace("_", " ")
         smoothing = f"\nmean of the last {window:,.10g} {args.x}" if window else ""
@@ -175,8 +175,10 @@ def draw(runs: pd.DataFrame, args: Args) -> None:
     for experiment in lines_of:
         fewest, most = counts[experiment].min(), counts[experiment].max()
         labels.append(f"{experiment}, seeds: {most if fewest == most else f'{fewest} to {most}'}")
-    has_dots = any(len(greedy) for greedy in runs.greedy)
-    title = "mean and range of seeds" + ("; dots: evaluations of a seed, greedy" if has_dots else "")
+    has_dots = args.tag is None and any(len(greedy) for greedy in runs.greedy)
+    title = "mean and range of seeds" + (
+        "\ndots: evaluations (most likely actions)" if has_dots else ""
+    )
     figure.legend(lines_of.values(), labels, loc="outside lower center", title=title)
     output = args.output or ("curves.png" if plt.get_backend().lower() == "agg" else None)
     if output:  # or there is no display, hence agg

@@ -72,8 +72,8 @@ class Args:  # the trailing comments become --help
     evaluate: str | None = None  # only evaluate this checkpoint or `latest`, greedily
     init: str | None = None  # start a new run from the networks and normalisers of this checkpoint
     eval_episodes: int = 10  # number of evaluation episodes
-    eval_every: float = 0  # also evaluate after every so many steps, and keep the best policy in best.pt
-    stop_at: float | None = None  # end training once one of these evaluations has this mean return
+    eval_every: float = 0  # evaluate every so many steps, not only at the end; best.pt is the best policy
+    stop_at: float | None = None  # end training once an evaluation of --eval-every has this mean return
     capture_video: bool = False  # record the evaluation in the run folder (needs moviepy)
     track: bool = False  # also log to Weights & Biases, to its WANDB_PROJECT (needs wandb)
     device: str = "cpu"  # cpu, cuda or mps; small networks are fastest on the CPU
@@ -498,11 +498,11 @@ def adapted(coefficient: float, factor: float, low: float, high: float) -> float
 def train(args: Args, show_commands: bool = False) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation. If killed, it loses a minute or an iteration.
 
-    Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns"; with
-    `eval_every` also "best_return", for which best.pt was chosen, and "best_replayed", its returns in the
-    episodes of "greedy_returns". Raises `Refused`, a `ValueError`, where training would be wrong. With
-    `resume`, settings come from `args`, not from the checkpoint. It seeds the global random generators, sets
-    PyTorch's threads, and writes to runs/.
+    Returns "checkpoint" (its path), "training_return" (of the last 100 episodes), "greedy_returns",
+    "best_return", for which best.pt was chosen (-inf without one), and "best_replayed", its returns in the
+    episodes of "greedy_returns" (empty without one). Raises `Refused`, a `ValueError`, where training would
+    be wrong. With `resume`, settings come from `args`, not from the checkpoint. It seeds the global random
+    generators, sets PyTorch's threads, and writes to runs/.
     """
     STOP.clear()
     check_settings(args)
@@ -518,6 +518,8 @@ def train(args: Args, show_commands: bool = False) -> dict:
     eval_env, envs = make_eval_env(args), make_envs(args, seed)
     if envs.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
         raise Refused("the environments must reset in the same step: see AutoresetMode.SAME_STEP")
+    if args.eval_every > 0 and any(env.unwrapped is eval_env.unwrapped for env in getattr(envs, "envs", [])):
+        raise Refused("make_env must return a new environment in each call")
     if envs.single_action_space != eval_env.action_space:
         raise Refused("make_envs and make_env have different action spaces")
     seed_everything(seed)  # only now: making environments may have drawn numbers
@@ -802,6 +804,7 @@ class Run:
             if source.suffix == ".py" and source.is_file() and not Path(folder, source.name).exists():
                 shutil.copyfile(source, Path(folder, source.name))
         self.best_path = path.with_name("best.pt")
+        # Not those of the checkpoint: if the run was killed, it may be older than best.pt.
         best = load_checkpoint(self.best_path)[1]["state"] if self.best_path.exists() else {}
         state.best_return, state.best_step = best.get("best_return", -math.inf), best.get("best_step", 0)
         self.warned = self.stop_at_reached = False
@@ -866,7 +869,7 @@ class Run:
             print(f"{line}  {speed:,.0f}/s  {left} left", flush=True)
 
     def evaluate_if_due(self, env: Any) -> None:
-        """Evaluate if --eval-every steps have passed, or training ends. Keep the best policy in best.pt.
+        """Evaluate if --eval-every steps have passed, or at the last one. Keep the best policy in best.pt.
 
         The episodes are the same each time, but not those of the evaluation at the end. Of policies that are
         equally good, the last one is kept.
@@ -890,7 +893,7 @@ class Run:
             shutil.copyfile(self.path, new)
             new.replace(self.best_path)
         if args.stop_at is not None and mean >= args.stop_at:
-            print(f"this is enough for --stop-at {args.stop_at:g}")
+            print(f"training ends: the return has reached --stop-at {args.stop_at:.10g}")
             self.stop_at_reached = True
 
     def finish(self, env: gym.Env, show_commands: bool) -> dict:
@@ -906,13 +909,12 @@ class Run:
         if len(returns) > 0:
             tag = "eval/final_return" if self.args.eval_every > 0 else "eval/greedy_return"
             self.writer.add_scalar(tag, returns.mean(), state.global_step)
-        if self.best_path.exists():  # played again in other episodes than those that chose it
-            is_last = state.best_step == state.global_step
-            replayed = returns if is_last else evaluate(self.best_path, self.args, env)
-        if len(replayed) > 0:
-            self.writer.add_scalar("eval/best_return", replayed.mean(), state.best_step)
-            chosen = f"chosen after {state.best_step:,} steps for a return of {state.best_return:.5g}"
-            print(f"best.pt was {chosen}; in new episodes, as above, it has {replayed.mean():.5g}")
+        if self.best_path.exists():  # in the same episodes, which are not those that chose it
+            replayed = evaluate(self.best_path, self.args, env)
+        if len(replayed) == self.args.eval_episodes:
+            self.writer.add_scalar("eval/best_replayed", replayed.mean(), state.global_step)
+            chosen = f"chosen after {state.best_step:,} steps for a mean return of {state.best_return:.5g}"
+            print(f"best.pt: {chosen}; in the new episodes above, it has {replayed.mean():.5g}")
         self.writer.close()
         self.lock_file.close()
         if complete or self.stop_at_reached:  # although the evaluation may have been stopped

@@ -69,8 +69,8 @@ class Args:  # the trailing comments become --help
     resume: str | None = None  # resume from this checkpoint; flags override its settings
     evaluate: str | None = None  # only evaluate this checkpoint, greedily
     eval_episodes: int = 10  # games of an evaluation
-    eval_every: float = 0  # also evaluate after every so many steps, and keep the best policy in best.pt
-    stop_at: float | None = None  # end training once one of these evaluations has this mean return
+    eval_every: float = 0  # evaluate every so many steps, not only at the end; best.pt is the best policy
+    stop_at: float | None = None  # end training once an evaluation of --eval-every has this mean return
     capture_video: bool = False  # record a game of the evaluation, as the agent sees it (needs moviepy)
     track: bool = False  # mirror TensorBoard to Weights & Biases, to its WANDB_PROJECT (needs wandb)
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda or mps
@@ -413,10 +413,10 @@ def recorded(function: Callable, *examples: Tensor) -> Callable:
 def train(args: Args) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation. If killed, it loses a minute or an iteration.
 
-    Returns "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns"; with
-    `eval_every` also "best_return", for which best.pt was chosen, and "best_replayed", its returns in the
-    games of "greedy_returns". Raises `ValueError` for invalid settings. With `resume`, the settings are those
-    of `args`, too.
+    Returns "checkpoint" (its path), "training_return" (of the last 100 episodes), "greedy_returns",
+    "best_return", for which best.pt was chosen (-inf without one), and "best_replayed", its returns in the
+    games of "greedy_returns" (empty without one). Raises `ValueError` for invalid settings. With `resume`,
+    the settings are those of `args`, too.
     """
     args = replace(args, evaluate=None)  # a copy, in which NumPy's numbers are plain ones
     check(args)
@@ -544,6 +544,8 @@ def check(args: Args) -> None:
     """Raise `ValueError` for what cannot be trained or evaluated, before anything is written."""
     if not (args.resume or args.evaluate):
         check_settings(args)
+    if args.resume and Path(args.resume).name == "best.pt":
+        raise ValueError("best.pt cannot be resumed, since it would be overwritten: resume checkpoint.pt")
     if args.eval_episodes < 1 or args.num_threads < 1:
         raise ValueError("--eval-episodes and --num-threads must be at least 1")
     if args.capture_video and not find_spec("moviepy"):
@@ -651,6 +653,7 @@ class Run:
             if path.suffix == ".py" and path.is_file() and not Path(folder, path.name).exists():
                 Path(folder, path.name).write_bytes(path.read_bytes())
         self.best_path = self.path.with_name("best.pt")
+        # Not those of the checkpoint: if the run was killed, it may be older than best.pt.
         best = load_checkpoint(self.best_path)[1]["state"] if self.best_path.exists() else {}
         state.best_return, state.best_step = best.get("best_return", -math.inf), best.get("best_step", 0)
         self.warned = self.stop_at_reached = False
@@ -706,7 +709,7 @@ class Run:
             print(f"{line}  {speed:,.0f}/s  {left} left", flush=True)
 
     def evaluate_if_due(self, env: Any) -> None:
-        """Evaluate if --eval-every steps have passed, or training ends. Keep the best policy in best.pt.
+        """Evaluate if --eval-every steps have passed, or at the last one. Keep the best policy in best.pt.
 
         The episodes are the same each time, but not those of the evaluation at the end. Of policies that are
         equally good, the last one is kept.
@@ -730,7 +733,7 @@ class Run:
             shutil.copyfile(self.path, new)
             new.replace(self.best_path)
         if args.stop_at is not None and mean >= args.stop_at:
-            print(f"this is enough for --stop-at {args.stop_at:g}")
+            print(f"training ends: the return has reached --stop-at {args.stop_at:.10g}")
             self.stop_at_reached = True
 
     def finish(self, envs: VectorEnv) -> dict:
@@ -739,17 +742,19 @@ class Run:
             self.save()
         state, replayed = self.state, np.zeros(0)
         average = float(np.mean(state.returns)) if state.returns else math.nan
-        returns = evaluate(self.path, self.args, envs)
+        was_stopped = STOP.is_set()
+        returns = np.zeros(0) if was_stopped else evaluate(self.path, self.args, envs)
         if len(returns) > 0:
             tag = "eval/final_return" if self.args.eval_every > 0 else "eval/greedy_return"
             self.writer.add_scalar(tag, returns.mean(), state.global_step)
-        if self.best_path.exists():  # played again in other games than those that chose it
-            is_last = state.best_step == state.global_step
-            replayed = returns if is_last else evaluate(self.best_path, self.args, envs)
+        if (
+            self.best_path.exists() and not was_stopped
+        ):  # in the same games, which did not choose it
+            replayed = evaluate(self.best_path, self.args, envs)
         if len(replayed) > 0:
-            self.writer.add_scalar("eval/best_return", replayed.mean(), state.best_step)
-            chosen = f"chosen after {state.best_step:,} steps for a return of {state.best_return:.5g}"
-            print(f"best.pt was {chosen}; in new games, as above, it has {replayed.mean():.5g}")
+            self.writer.add_scalar("eval/best_replayed", replayed.mean(), state.global_step)
+            chosen = f"chosen after {state.best_step:,} steps for a mean return of {state.best_return:.5g}"
+            print(f"best.pt: {chosen}; in the new games above, it has {replayed.mean():.5g}")
         self.writer.close()
         results = {"checkpoint": str(self.path), "training_return": average, "greedy_returns": returns}
         return results | {"best_return": state.best_return, "best_replayed": replayed}

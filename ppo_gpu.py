@@ -76,8 +76,8 @@ class Args:  # the trailing comments become --help
     cuda_graphs: bool = True  # record CUDA graphs; switch it off to debug, or if a change cannot be recorded
     compile: bool = False  # on a CPU, compile the gradient step: faster after some 20 s (PyTorch >= 2.13)
     keep_every: float | None = None  # keep a checkpoint every so many transitions, beside the last one
-    eval_every: float = 0  # also evaluate after every so many steps, and keep the best policy in best.pt
-    stop_at: float | None = None  # end training once one of these evaluations has this mean return
+    eval_every: float = 0  # evaluate every so many steps, not only at the end; best.pt is the best policy
+    stop_at: float | None = None  # end training once an evaluation of --eval-every has this mean return
 
     # Environment
     env_id: str = "Pendulum"  # Pendulum, a name of MuJoCo Playground, or `module:MyClass`
@@ -454,16 +454,16 @@ def train(args: Args, envs: Any = None, eval_envs: Any = None) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation, in `envs`, or in those of `make_envs`.
 
     With `eval_every`, evaluations need others, `eval_envs`, or those of another call of `make_envs`. Returns
-    "checkpoint" (its path), "training_return" (of the last 100 episodes) and "greedy_returns"; with
-    `eval_every` also "best_return", for which best.pt was chosen, and "best_replayed", its returns in the
-    episodes of "greedy_returns". Raises `ValueError` for invalid settings. With `resume`, the settings are
-    those of `args`, too. Under torchrun, the first process logs, saves and evaluates.
+    "checkpoint" (its path), "training_return" (of the last 100 episodes), "greedy_returns", "best_return",
+    for which best.pt was chosen (-inf without one), and "best_replayed", its returns in the episodes of
+    "greedy_returns" (empty without one). Raises `ValueError` for invalid settings. With `resume`, the
+    settings are those of `args`, too. Under torchrun, the first process logs, saves and evaluates.
     """
     args = replace(args, evaluate=None)  # a copy, in which NumPy's numbers are plain ones
     check(args)
     if envs is None:
         envs = make_envs(args)
-        eval_envs = make_eval_envs(args, envs)
+        eval_envs = make_eval_envs(args, envs) if eval_envs is None else eval_envs
     elif args.env_id == Args.env_id and type(envs) is not Pendulums:
         args.env_id = type(envs).__name__
     eval_envs = envs if eval_envs is None else eval_envs
@@ -549,8 +549,8 @@ def average(x: Tensor) -> Tensor:
 
 
 def hash_seed(*numbers: int) -> int:
-    """A seed from several numbers. Environment i gets this + i; unhashed, seeds 1 and 2 would share most."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1  # some simulators take only 31 bits
+    """A seed of 31 bits from several numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1
 
 
 def seed_everything(seed: int) -> None:
@@ -640,6 +640,8 @@ def check(args: Args) -> None:
     """Raise `ValueError` for what cannot be trained or evaluated, before anything is written."""
     if not args.evaluate:
         check_settings(args)
+    if args.resume and Path(args.resume).name == "best.pt":
+        raise ValueError("best.pt cannot be resumed, since it would be overwritten: resume checkpoint.pt")
     if args.num_envs < 1:
         raise ValueError("--num-envs must be at least 1")
     if args.capture_video and not find_spec("moviepy"):
@@ -797,6 +799,7 @@ def make_envs(args: Args) -> Any:
 
 def make_eval_envs(args: Args, envs: Any) -> Any:
     """The environments to evaluate in: with --eval-every others than `envs`, whose episodes go on."""
+    # --evaluate has the checkpoint's --eval-every, and of several processes, the first one evaluates.
     return make_envs(args) if args.eval_every > 0 and not args.evaluate and RANK == 0 else envs
 
 
@@ -957,6 +960,7 @@ class Run:
             if path.suffix == ".py" and path.is_file() and not Path(folder, path.name).exists():
                 Path(folder, path.name).write_bytes(path.read_bytes())
         self.best_path = self.path.with_name("best.pt")
+        # Not those of the checkpoint: if the run was killed, it may be older than best.pt.
         best = load_checkpoint(self.best_path)[1]["state"] if self.best_path.exists() else {}
         state.best_return, state.best_step = best.get("best_return", -math.inf), best.get("best_step", 0)
         self.warned = self.stop_at_reached = False
@@ -1021,7 +1025,7 @@ class Run:
             print(f"{line}  {speed:,.0f}/s  {left} left", flush=True)
 
     def evaluate_if_due(self, env: Any) -> None:
-        """Evaluate if --eval-every steps have passed, or training ends. Keep the best policy in best.pt.
+        """Evaluate if --eval-every steps have passed, or at the last one. Keep the best policy in best.pt.
 
         The episodes are the same each time, but not those of the evaluation at the end. Of policies that are
         equally good, the last one is kept.
@@ -1045,7 +1049,7 @@ class Run:
             shutil.copyfile(self.path, new)
             new.replace(self.best_path)
         if args.stop_at is not None and mean >= args.stop_at:
-            print(f"this is enough for --stop-at {args.stop_at:g}")
+            print(f"training ends: the return has reached --stop-at {args.stop_at:.10g}")
             self.stop_at_reached = True
 
     ends_are_checked = False
@@ -1071,13 +1075,12 @@ class Run:
         if len(returns) > 0:
             tag = "eval/final_return" if self.args.eval_every > 0 else "eval/greedy_return"
             self.writer.add_scalar(tag, returns.mean(), state.global_step)
-        if self.best_path.exists() and finished:  # played again in other episodes than those that chose it
-            is_last = state.best_step == state.global_step
-            replayed = returns if is_last else evaluate(self.best_path, self.args, envs)
+        if self.best_path.exists() and finished:  # in the same episodes, which are not those that chose it
+            replayed = evaluate(self.best_path, self.args, envs)
         if len(replayed) > 0:
-            self.writer.add_scalar("eval/best_return", replayed.mean(), state.best_step)
-            chosen = f"chosen after {state.best_step:,} steps for a return of {state.best_return:.5g}"
-            print(f"best.pt was {chosen}; in new episodes, as above, it has {replayed.mean():.5g}")
+            self.writer.add_scalar("eval/best_replayed", replayed.mean(), state.global_step)
+            chosen = f"chosen after {state.best_step:,} steps for a mean return of {state.best_return:.5g}"
+            print(f"best.pt: {chosen}; in the new episodes above, it has {replayed.mean():.5g}")
         self.writer.close()
         results = {"checkpoint": str(self.path), "training_return": average, "greedy_returns": returns}
         return results | {"best_return": state.best_return, "best_replayed": replayed}
@@ -1174,6 +1177,9 @@ def evaluate(path: str | Path, args: Args, envs: Any) -> np.ndarray:
     content = load_checkpoint(path)[1]
     restore_buffers(envs, content["state"]["episodes"])
     seed = args.seed + 2**30  # episodes that training has not seen
+    mps_state = (
+        torch.mps.get_rng_state() if args.device == "mps" else None
+    )  # the next line knows CUDA's
     with isolated_random_numbers(seed):
         policy = load_policy(path, args.device)
         seed_everything(seed)  # those of GPUs, too
@@ -1196,6 +1202,8 @@ def evaluate(path: str | Path, args: Args, envs: Any) -> np.ndarray:
             running &= ~(terminated | truncated)
             if not running.any():
                 break
+    if mps_state is not None:
+        torch.mps.set_rng_state(mps_state)
     if args.capture_video:
         from moviepy import ImageSequenceClip
 

@@ -18,6 +18,7 @@ from typing import Any
 import experiments
 import numpy as np
 import pandas as pd
+from best import BEST
 from experiments import EXPERIMENTS, ROOT, Study, Task
 from rliable.library import get_interval_estimates
 from rliable.metrics import aggregate_iqm
@@ -435,6 +436,19 @@ def rules_table(rules: list[coach.Rule], problem: str) -> Iterator[Row]:
         }
 
 
+def best_table() -> Iterator[Row]:
+    """Of each run with evaluations: the last policy, and the best one."""
+    for row in pd.read_csv(BEST).query("eval_every > 0").sort_values(["env_id", "seed"]).itertuples():
+        yield {
+            "environment": row.env_id,
+            "seed": f"{row.seed}",
+            "last policy": f"{row.final:.1f} ± {row.final_std:.1f}",
+            "best.pt, after steps": f"{row.best_step:,.0f}",
+            "as it was chosen": f"{row.best_chosen:.1f}",
+            "in new episodes": f"{row.best_replayed:.1f} ± {row.best_replayed_std:.1f}",
+        }
+
+
 def markdown(rows: Iterable[Row]) -> str:
     """A table as Markdown; its head is that of the first row. Columns without any entry are left out."""
     rows = list(rows)
@@ -469,6 +483,7 @@ def tables() -> dict[str, str]:
     made["memory"] = [*memory_table(results)]
     made["minutes"] = [*minutes_table(results)]
     made["trl"] = [*trl_table()]
+    made["best"] = [*best_table()]
     made["speed"] = [*speed_table(load_speeds())]
     made["ratios"] = [*ratios_table(load_speeds())]
     rows = made["classic"] + made["mujoco"] + made["atari"]

@@ -41,7 +41,7 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "Agent.normalize Agent.policy kl_divergence compute_gae Batch State ppo_loss Rollout "
     "Rollout.__init__ collect_rollout normalize_rollout make_batch "
     "compute_gradients mean_kl update "
-    "adjust_coefficients train compiled seed_everything check_settings make_env make_envs rescaler "
+    "adjust_coefficients train compiled seed_everything hash_seed check_settings make_env make_envs rescaler "
     "Run.log Run.finish load_policy evaluate parse_args print_commands main",
     "ppo_lstm.py": "BOUNDS mlp Agent Agent.__init__ Agent.policy Agent.value Batch State ppo_loss Rollout "
     "Rollout.__init__ collect_rollout make_batch mean_kl compute_gradients update "
