@@ -176,9 +176,7 @@ def draw(runs: pd.DataFrame, args: Args) -> None:
         fewest, most = counts[experiment].min(), counts[experiment].max()
         labels.append(f"{experiment}, seeds: {most if fewest == most else f'{fewest} to {most}'}")
     has_dots = args.tag is None and any(len(greedy) for greedy in runs.greedy)
-    title = "mean and range of seeds" + (
-        "\ndots: evaluations (most likely actions)" if has_dots else ""
-    )
+    title = "mean and range of seeds" + ("\ndots: evaluations (most likely actions)" if has_dots else "")
     figure.legend(lines_of.values(), labels, loc="outside lower center", title=title)
     output = args.output or ("curves.png" if plt.get_backend().lower() == "agg" else None)
     if output:  # or there is no display, hence agg

@@ -709,7 +709,7 @@ class Run:
             print(f"{line}  {speed:,.0f}/s  {left} left", flush=True)
 
     def evaluate_if_due(self, env: Any) -> None:
-        """Evaluate if --eval-every steps have passed, or at the last one. Keep the best policy in best.pt.
+        """Evaluate if it is due by --eval-every, or training is complete. Keep the best policy in best.pt.
 
         The episodes are the same each time, but not those of the evaluation at the end. Of policies that are
         equally good, the last one is kept.
@@ -747,9 +747,7 @@ class Run:
         if len(returns) > 0:
             tag = "eval/final_return" if self.args.eval_every > 0 else "eval/greedy_return"
             self.writer.add_scalar(tag, returns.mean(), state.global_step)
-        if (
-            self.best_path.exists() and not was_stopped
-        ):  # in the same games, which did not choose it
+        if self.best_path.exists() and not was_stopped:  # in the same games, which did not choose it
             replayed = evaluate(self.best_path, self.args, envs)
         if len(replayed) > 0:
             self.writer.add_scalar("eval/best_replayed", replayed.mean(), state.global_step)

@@ -1025,7 +1025,7 @@ class Run:
             print(f"{line}  {speed:,.0f}/s  {left} left", flush=True)
 
     def evaluate_if_due(self, env: Any) -> None:
-        """Evaluate if --eval-every steps have passed, or at the last one. Keep the best policy in best.pt.
+        """Evaluate if it is due by --eval-every, or training is complete. Keep the best policy in best.pt.
 
         The episodes are the same each time, but not those of the evaluation at the end. Of policies that are
         equally good, the last one is kept.
@@ -1177,9 +1177,7 @@ def evaluate(path: str | Path, args: Args, envs: Any) -> np.ndarray:
     content = load_checkpoint(path)[1]
     restore_buffers(envs, content["state"]["episodes"])
     seed = args.seed + 2**30  # episodes that training has not seen
-    mps_state = (
-        torch.mps.get_rng_state() if args.device == "mps" else None
-    )  # the next line knows CUDA's
+    mps_state = torch.mps.get_rng_state() if args.device == "mps" else None  # the next line knows CUDA's
     with isolated_random_numbers(seed):
         policy = load_policy(path, args.device)
         seed_everything(seed)  # those of GPUs, too

@@ -543,7 +543,8 @@ def train(args: Args, show_commands: bool = False) -> dict:
     eval_env, envs = make_eval_env(args), make_envs(args, seed)
     if envs.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
         raise Refused("the environments must reset in the same step: see AutoresetMode.SAME_STEP")
-    if args.eval_every > 0 and any(env.unwrapped is eval_env.unwrapped for env in getattr(envs, "envs", [])):
+    in_this_process = envs.envs if isinstance(envs, SyncVectorEnv) else ()
+    if args.eval_every > 0 and any(env.unwrapped is eval_env.unwrapped for env in in_this_process):
         raise Refused("make_env must return a new environment in each call")
     if envs.single_action_space != eval_env.action_space:
         raise Refused("make_envs and make_env have different action spaces")
@@ -871,7 +872,7 @@ class Run:
             print(f"{line}  {speed:,.0f}/s  {left} left", flush=True)
 
     def evaluate_if_due(self, env: Any) -> None:
-        """Evaluate if --eval-every steps have passed, or at the last one. Keep the best policy in best.pt.
+        """Evaluate if it is due by --eval-every, or training is complete. Keep the best policy in best.pt.
 
         The episodes are the same each time, but not those of the evaluation at the end. Of policies that are
         equally good, the last one is kept.

@@ -65,10 +65,19 @@ if ppo.PROCESSES > 1:
 
     ppo.make_batch = watched
 # One process trains to 1,024 steps, at the end of a curriculum; two go on from there.
-args = make_args(total_timesteps=1024 * ppo.PROCESSES**2, env_id="gpu_envs:Curriculum")
+args = make_args(total_timesteps=1024, env_id="gpu_envs:Curriculum")
+envs, eval_envs = gpu_envs.Curriculum(args), gpu_envs.Curriculum(args)
 if ppo.PROCESSES > 1:
     args.resume = next(Path("runs").iterdir())
-envs = gpu_envs.Curriculum(args)
-ppo.train(replace(args), envs)
+    args.eval_every, args.stop_at, args.total_timesteps = 1.0, 12.0, 1e6
+    evaluations = []
+
+    def evaluate(path, args, envs):
+        """Return the number of this evaluation. The first process alone evaluates."""
+        evaluations.append(path)
+        return np.array([float(len(evaluations))])
+
+    ppo.evaluate = evaluate
+ppo.train(replace(args), envs, eval_envs)
 kept["level"] = envs.level
 torch.save(kept, f"{ppo.PROCESSES}-{ppo.RANK}.pt")

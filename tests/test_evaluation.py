@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ import ppo_gpu
 import ppo_lstm
 
 SIZE = 4 * 8  # transitions per iteration, in ppo_atari.py a few less
-THREE = 2.5 * SIZE  # transitions of three iterations
+THREE = 2.5 * SIZE  # --total-timesteps that take three iterations
 SHORT_GAME = '{"max_num_frames_per_episode": 80, "noop_max": 0}'
 SETTINGS = {  # their environments draw from Python's and NumPy's generators, but for the game
     ppo: {"env_id": "user_envs:Global-v0", "hidden_size": 16},
@@ -54,11 +55,11 @@ def train(script, folder, **changes):
 
 def script_evaluations(script, monkeypatch, *means):
     """Let a script's evaluations have these mean returns. Return a list of what they evaluate."""
-    played, left = [], list(means)
+    played = []
 
     def evaluate(path, args, env):
         played.append(SimpleNamespace(seed=args.seed, name=Path(path).name, agent=load(path)["agent"]))
-        return np.array([-1.0, 0.0, 1.0]) + left.pop(0)
+        return np.array([-1.0, 0.0, 1.0]) + means[len(played) - 1]
 
     monkeypatch.setattr(script, "evaluate", evaluate)
     return played
@@ -76,7 +77,7 @@ def test_training_is_the_same_with_evaluations_and_without(script, tmp_path):
     greedy = logged.pop("eval/greedy_return")
     assert [*greedy] == [*logged["losses/value_loss"]]  # after each iteration
     assert max(greedy.values()) == pytest.approx(often.best_return)
-    del logged["eval/best_return"]
+    del logged["eval/best_replayed"]
     assert logged == expected
     assert without.greedy_returns.tolist() == often.greedy_returns.tolist()
     assert len(without.best_replayed) == 0
@@ -113,12 +114,13 @@ def test_the_best_policy_is_kept_and_played_again_in_other_episodes(script, tmp_
     steps = [*logged["losses/value_loss"]]
     assert logged["eval/greedy_return"] == dict(zip(steps, (3, 7, 5), strict=True))
     assert logged["eval/final_return"] == {steps[2]: 4}
-    assert logged["eval/best_return"] == {steps[1]: 6}
+    assert logged["eval/best_replayed"] == {steps[2]: 6}
     for state in (content["state"], done.content["state"]):
         assert (state["best_return"], state["best_step"]) == (7, steps[1])
     assert (done.best_return, done.greedy_returns.mean(), done.best_replayed.mean()) == (7, 4, 6)
-    assert f"after {steps[1]:,} steps for a return of 7; in new" in done.out
+    assert f"best.pt: chosen after {steps[1]:,} steps for a mean return of 7; in the new" in done.out
     assert "it has 6" in done.out
+    assert len(played) == 5
 
 
 @each_text
@@ -134,21 +136,21 @@ def test_a_resumed_run_replaces_the_best_policy_by_one_that_is_not_worse(script,
     more = train(script, tmp_path, **settings)
     assert more.best_return == more.content["state"]["best_return"] == 7
     assert same(load(done.folder / "best.pt"), best)
-    script_evaluations(script, monkeypatch, 7, 6)  # as good; then the last policy is the best one
+    script_evaluations(script, monkeypatch, 7, 4, 6)  # as good
     settings["total_timesteps"] = more.content["state"]["global_step"] + 1
     more = train(script, tmp_path, **settings)
-    assert more.best_return == 7
-    assert more.best_replayed.mean() == more.greedy_returns.mean() == 6
+    assert (more.best_return, more.best_replayed.mean()) == (7, 6)
+    curves(done.folder)  # no step is logged twice
     assert same(load(done.folder / "best.pt")["agent"], more.content["agent"])
 
 
 @each_text
 def test_stop_at_ends_training_once_an_evaluation_reaches_it(script, tmp_path, monkeypatch):
     """The run is complete: the last policy is evaluated."""
-    script_evaluations(script, monkeypatch, 3, 7, 6)
+    script_evaluations(script, monkeypatch, 3, 7, 5, 6)
     done = train(script, tmp_path, eval_every=1.0, stop_at=7.0, total_timesteps=1e6)
     assert len(curves(done.folder)["losses/value_loss"]) == 2
-    assert done.greedy_returns.mean() == done.best_replayed.mean() == 6
+    assert (done.greedy_returns.mean(), done.best_replayed.mean()) == (5, 6)
     assert "--stop-at 7" in done.out
     with pytest.raises(ValueError, match="--stop-at needs --eval-every"):
         train(script, tmp_path, stop_at=7.0)
@@ -156,11 +158,12 @@ def test_stop_at_ends_training_once_an_evaluation_reaches_it(script, tmp_path, m
 
 def test_evaluations_are_after_every_so_many_steps_and_at_the_end(tmp_path, monkeypatch):
     """Here every two iterations, and after the fifth, which is the last."""
-    script_evaluations(ppo, monkeypatch, *range(4))
+    played = script_evaluations(ppo, monkeypatch, *range(5))
     done = train(ppo, tmp_path, eval_every=1.7 * SIZE, total_timesteps=4.5 * SIZE)
     logged = curves(done.folder)
     steps = [*logged["losses/value_loss"]]
     assert [*logged["eval/greedy_return"]] == [steps[1], steps[3], steps[4]]
+    assert len(played) == 5
 
 
 def test_an_evaluation_whose_return_is_nan_chooses_nothing(tmp_path, monkeypatch):
@@ -180,7 +183,7 @@ def test_one_environment_is_made_for_all_evaluations_and_closed_once(case, tmp_p
     assert len(user_envs.LOG["made"]) == len(user_envs.LOG["closed"]) == 1 + SMALL["num_envs"]
     best = checkpoint_in(tmp_path).with_name("best.pt")
     lines = done.out.splitlines()
-    assert lines[-1].startswith("best.pt was chosen after")
+    assert lines[-1].startswith("best.pt: chosen after")
     again = call(case, tmp_path, "--evaluate", best, "--env-id", case.walk)
     assert again.out.strip() == lines[-2]
 
@@ -201,20 +204,29 @@ def test_videos_of_the_last_policy_and_of_the_best_one_are_recorded(tmp_path, mo
         assert len([*tmp_path.glob(f"runs/*/{name}/*.mp4")]) == 2
 
 
-@pytest.mark.parametrize("script", [ppo, ppo_gpu], ids=lambda script: script.__name__)
-def test_ctrl_c_in_an_evaluation_ends_the_run_and_keeps_the_best_policy(script, tmp_path, monkeypatch):
-    """What was not played to its end chooses nothing. The run resumes."""
-    evaluate, count = script.evaluate, []
+@pytest.mark.parametrize(("script", "step"), [(ppo, 13), (ppo_atari, 2), (ppo_gpu, 2)])
+def test_ctrl_c_in_an_evaluation_ends_the_run_and_keeps_the_best_policy(script, step, tmp_path, monkeypatch):
+    """It comes in a step of the second evaluation. The episodes that were played to their end choose nothing.
+
+    In ppo.py, episodes of at most 12 steps follow each other; the others play all at once.
+    """
+    load_policy, policies = script.load_policy, []
 
     def interrupted(*arguments):
-        count.append(1)
-        if len(count) == 2:
-            script.STOP.set()
-        return evaluate(*arguments)
+        policies.append(load_policy(*arguments))
 
-    monkeypatch.setattr(script, "evaluate", interrupted)
+        def policy(obs):
+            count[0] += 1
+            if len(policies) == 2 and count[0] == step:
+                script.STOP.set()
+            return policies[-1](obs)
+
+        count = [0]
+        return policy
+
+    monkeypatch.setattr(script, "load_policy", interrupted)
     try:
-        done = train(script, tmp_path, eval_every=1.0)
+        done = train(script, tmp_path, eval_every=1.0, **({"eval_episodes": 20} if script is ppo else {}))
     finally:
         script.STOP.clear()
     logged = curves(done.folder)
@@ -222,22 +234,36 @@ def test_ctrl_c_in_an_evaluation_ends_the_run_and_keeps_the_best_policy(script, 
     assert done.content["state"]["global_step"] == steps[-1] == steps[1]
     assert [*logged["eval/greedy_return"]] == [done.content["state"]["best_step"]] == steps[:1]
     assert len(done.greedy_returns) == len(done.best_replayed) == 0
+    monkeypatch.undo()
     more = train(script, tmp_path, eval_every=1.0, resume=str(done.path))
     assert len(more.best_replayed) == len(more.greedy_returns) > 0
 
 
-@pytest.mark.parametrize("script", [ppo, ppo_continuous, ppo_lstm], ids=lambda script: script.__name__)
-def test_a_new_run_starts_from_the_best_policy_which_is_not_resumed(script, tmp_path):
+@each_text
+def test_the_best_policy_is_not_resumed(script, tmp_path):
     """A resumed run would write its checkpoints over it."""
+    best = shutil.copy(train(script, tmp_path, total_timesteps=1).path, tmp_path / "best.pt")
+    with pytest.raises(ValueError, match=r"best\.pt cannot be resumed"):
+        train(script, tmp_path, resume=str(best), total_timesteps=1000)
+
+
+@pytest.mark.parametrize("script", [ppo, ppo_continuous, ppo_lstm], ids=lambda script: script.__name__)
+def test_a_new_run_starts_from_the_best_policy(script, tmp_path):
     done = train(script, tmp_path, eval_every=1.0)
     best = done.folder / "best.pt"
-    with pytest.raises(script.Refused, match=r"best\.pt cannot be resumed"):
-        train(script, tmp_path, resume=str(best), total_timesteps=1000)
     new = train(script, tmp_path, init=str(best), total_timesteps=1, learning_rate=0.0)
     weights = load(best)["agent"]
     assert all(same(new.content["agent"][name], x) for name, x in weights.items() if "moments" not in name)
     assert new.folder != done.folder
     assert new.best_return == -np.inf
+
+
+def test_an_environment_that_trains_is_not_the_one_that_evaluates(tmp_path, monkeypatch):
+    """An evaluation would disturb its episode."""
+    env = ppo.make_env(ppo.Args())
+    monkeypatch.setattr(ppo, "make_env", lambda args, **kwargs: env)
+    with pytest.raises(ppo.Refused, match="a new environment in each call"):
+        train(ppo, tmp_path, num_envs=1, eval_every=1.0)
 
 
 # Environments on a GPU, where evaluations need environments of their own

@@ -733,7 +733,8 @@ def test_two_processes_learn_as_one_with_twice_the_environments(tmp_path):
     """Running moments equal NumPy's. Halves of a rollout give the weights and metrics of the whole one.
 
     In `train`, observations differ between processes, but weights and statistics do not. One process can
-    resume a run of two, and the reverse, and a curriculum goes on in both.
+    resume a run of two, and the reverse, and a curriculum goes on in both. The first process evaluates, and
+    its 12th evaluation ends both by --stop-at.
     """
     for launcher in ([sys.executable], TORCHRUN):
         subprocess.run([*launcher, str(WORKER), str(tmp_path)], check=True, timeout=200)
