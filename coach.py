@@ -317,9 +317,11 @@ def read_run(folder: Path, events: EventAccumulator) -> RunLog | None:
     # Language models log the number of responses before an iteration, the other scripts that after it.
     language = "token_kl" in entries or "reward" in entries
     batch = as_number(run.settings.get("batch_size")) if language else 0
-    stop_at = np.float32(as_number(run.settings.get("stop_at")))  # as precise as the log
-    last_greedy = entries["greedy_return"][-1].value if "greedy_return" in entries else math.nan
-    run.finished = bool(run.steps[-1] + batch >= run.total or last_greedy >= stop_at)
+    run.finished = bool(run.steps[-1] + batch >= run.total)
+    if "greedy_return" in entries:
+        last, stop_at = entries["greedy_return"][-1], as_number(run.settings.get("stop_at"))
+        is_enough = last.value >= stop_at or math.isclose(last.value, stop_at, rel_tol=1e-6)  # float32
+        run.finished |= is_enough and last.step == run.steps[-1]
     if not run.finished and time.time() - last_time < 60:  # the last iteration may be half-written
         run.steps = run.steps[:-1]
     if not len(run.steps):

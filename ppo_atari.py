@@ -38,7 +38,6 @@ import os
 import pickle
 import random
 import re
-import shutil
 import signal
 import sys
 import threading
@@ -221,6 +220,7 @@ class State:
     returns: list[float] = field(default_factory=list)  # of the last 100 games
     best_return: float = -math.inf  # of best.pt, in the evaluation that chose it
     best_step: int = 0  # of best.pt
+    last_evaluation: int = 0  # its step, with --eval-every
 
 
 def mean(x: Tensor, weights: Tensor) -> Tensor:
@@ -653,25 +653,28 @@ class Run:
             if path.suffix == ".py" and path.is_file() and not Path(folder, path.name).exists():
                 Path(folder, path.name).write_bytes(path.read_bytes())
         self.best_path = self.path.with_name("best.pt")
-        # Not those of the checkpoint: if the run was killed, it may be older than best.pt.
+        # Not from the checkpoint: if the run was killed, that may be older than best.pt.
         best = load_checkpoint(self.best_path)[1]["state"] if self.best_path.exists() else {}
         state.best_return, state.best_step = best.get("best_return", -math.inf), best.get("best_step", 0)
         self.warned = self.stop_at_reached = False
-        self.last_evaluation = state.global_step
         self.first_time, self.first_step = time.monotonic(), state.global_step
         self.last_print = self.last_save = -math.inf
 
     def save(self) -> None:
-        """Write a checkpoint. If the process is killed meanwhile, the previous one is still there."""
+        """Write the checkpoint of the run, and the curves up to it."""
         if self.last_save == -math.inf:  # only now: until then, a resumed run is as it was
             rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(self.args).items())
             self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
         self.writer.flush()  # first, so that the curves have no gap where training resumes
+        self.write(self.path)
+        self.last_save = time.monotonic()
+
+    def write(self, path: Path) -> None:
+        """Write a checkpoint. If the process is killed meanwhile, the previous one is still there."""
         content = {"args": asdict(self.args), "state": asdict(self.state), "random": torch.get_rng_state()}
         content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
-        torch.save(content, self.path.with_suffix(".tmp"))
-        self.path.with_suffix(".tmp").replace(self.path)
-        self.last_save = time.monotonic()
+        torch.save(content, path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").replace(path)
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
         """Log an iteration, print progress, and save after the first and then every minute.
@@ -715,23 +718,21 @@ class Run:
         equally good, the last one is kept.
         """
         args, state, step = self.args, self.state, self.state.global_step
-        passed = step // args.eval_every > self.last_evaluation // args.eval_every
+        passed = step // args.eval_every > state.last_evaluation // args.eval_every
         if not passed and step < args.total_timesteps:
             return
-        self.last_evaluation = step
         self.save()
         other_seed = hash_seed(args.seed, 2**41)
         returns = evaluate(self.path, replace(args, seed=other_seed, capture_video=False), env)
-        if STOP.is_set():  # they may be incomplete
+        if STOP.is_set():
+            print("as it was stopped, this evaluation does not count")
             return
-        mean = float(returns.mean())
+        mean, state.last_evaluation = float(returns.mean()), step
         self.writer.add_scalar("eval/greedy_return", mean, step)
         if mean >= state.best_return:
             state.best_return, state.best_step = mean, step
-            self.save()
-            new = self.best_path.with_suffix(".tmp")
-            shutil.copyfile(self.path, new)
-            new.replace(self.best_path)
+            self.write(self.best_path)
+        self.save()
         if args.stop_at is not None and mean >= args.stop_at:
             print(f"training ends: the return has reached --stop-at {args.stop_at:.10g}")
             self.stop_at_reached = True
@@ -745,7 +746,7 @@ class Run:
         was_stopped = STOP.is_set()
         returns = np.zeros(0) if was_stopped else evaluate(self.path, self.args, envs)
         if len(returns) > 0:
-            tag = "eval/final_return" if self.args.eval_every > 0 else "eval/greedy_return"
+            tag = "eval/final_return" if self.best_path.exists() else "eval/greedy_return"
             self.writer.add_scalar(tag, returns.mean(), state.global_step)
         if self.best_path.exists() and not was_stopped:  # in the same games, which did not choose it
             replayed = evaluate(self.best_path, self.args, envs)

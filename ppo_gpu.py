@@ -250,6 +250,7 @@ class State:
     episodes: dict[str, Tensor] = field(default_factory=dict)  # unfinished ones, and environments' buffers
     best_return: float = -math.inf  # of best.pt, in the evaluation that chose it
     best_step: int = 0  # of best.pt
+    last_evaluation: int = 0  # its step, with --eval-every
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
@@ -466,12 +467,9 @@ def train(args: Args, envs: Any = None, eval_envs: Any = None) -> dict:
         eval_envs = make_eval_envs(args, envs) if eval_envs is None else eval_envs
     elif args.env_id == Args.env_id and type(envs) is not Pendulums:
         args.env_id = type(envs).__name__
-    eval_envs = envs if eval_envs is None else eval_envs
-    if args.eval_every > 0 and eval_envs is envs and RANK == 0:
-        raise ValueError("with --eval-every, train needs eval_envs: the episodes of envs must go on")
     check_envs(envs, args)
-    if eval_envs is not envs:
-        check_envs(eval_envs, args)
+    if args.eval_every > 0 and RANK == 0:
+        check_eval_envs(eval_envs, envs, args)
     torch.set_float32_matmul_precision("high")  # matrix products in TF32, on GPUs that have it
     torch.manual_seed(args.seed)  # all processes start with the same weights
     agent = Agent(args, envs.obs_size, envs.actor_obs_size, envs.action_size).to(args.device)
@@ -534,7 +532,7 @@ def train(args: Args, envs: Any = None, eval_envs: Any = None) -> dict:
     if PROCESSES > 1:
         del prepare, learn  # NCCL waits for graphs that use it
         dist.destroy_process_group()
-    return run.finish(eval_envs) if run else {}
+    return run.finish(envs if eval_envs is None else eval_envs) if run else {}
 
 
 # ========================== End of PPO. What follows is what training needs around it ======================
@@ -862,6 +860,18 @@ def check_envs(envs: Any, args: Args) -> None:
             raise ValueError(f"{path} is of another script or size, or not for {args.env_id}") from error
 
 
+def check_eval_envs(eval_envs: Any, envs: Any, args: Args) -> None:
+    """Raise `ValueError` unless one can evaluate in `eval_envs` while the episodes of `envs` go on."""
+    if eval_envs is None or eval_envs is envs:
+        raise ValueError("with --eval-every, train needs eval_envs: the episodes of envs must go on")
+    check_envs(eval_envs, args)
+    if eval_envs.steps.data_ptr() == envs.steps.data_ptr():
+        raise ValueError("eval_envs has the tensors of envs, whose episodes must go on")
+    for name in ("obs_size", "actor_obs_size", "action_size"):
+        if getattr(eval_envs, name) != getattr(envs, name):
+            raise ValueError(f"eval_envs has another {name} than envs")
+
+
 class Unseen(pickle.Pickler):
     """Writes all of an object but the numbers in its tensors; for these, it writes which tensors they are."""
 
@@ -960,25 +970,28 @@ class Run:
             if path.suffix == ".py" and path.is_file() and not Path(folder, path.name).exists():
                 Path(folder, path.name).write_bytes(path.read_bytes())
         self.best_path = self.path.with_name("best.pt")
-        # Not those of the checkpoint: if the run was killed, it may be older than best.pt.
+        # Not from the checkpoint: if the run was killed, that may be older than best.pt.
         best = load_checkpoint(self.best_path)[1]["state"] if self.best_path.exists() else {}
         state.best_return, state.best_step = best.get("best_return", -math.inf), best.get("best_step", 0)
         self.warned = self.stop_at_reached = False
-        self.last_evaluation = state.global_step
         self.first_time, self.first_step = time.monotonic(), state.global_step
         self.last_print = self.last_save = -math.inf
 
     def save(self) -> None:
-        """Write a checkpoint. If the process is killed meanwhile, the previous one is still there."""
+        """Write the checkpoint of the run, and the curves up to it."""
         if self.last_save == -math.inf:  # only now: until then, a resumed run is as it was
             rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(self.args).items())
             self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
         self.writer.flush()  # first, so that the curves have no gap where training resumes
+        self.write(self.path)
+        self.last_save = time.monotonic()
+
+    def write(self, path: Path) -> None:
+        """Write a checkpoint. If the process is killed meanwhile, the previous one is still there."""
         content = {"args": asdict(self.args), "state": asdict(self.state), "random": torch.get_rng_state()}
         content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
-        torch.save(content, self.path.with_suffix(".tmp"))
-        self.path.with_suffix(".tmp").replace(self.path)
-        self.last_save = time.monotonic()
+        torch.save(content, path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").replace(path)
 
     def log(self, tensors: dict[str, Tensor], rollout: Rollout, logs: dict[str, Tensor]) -> None:
         """Log an iteration, print progress, and save after the first and then every minute.
@@ -1031,23 +1044,21 @@ class Run:
         equally good, the last one is kept.
         """
         args, state, step = self.args, self.state, self.state.global_step
-        passed = step // args.eval_every > self.last_evaluation // args.eval_every
+        passed = step // args.eval_every > state.last_evaluation // args.eval_every
         if not passed and step < args.total_timesteps:
             return
-        self.last_evaluation = step
         self.save()
         other_seed = hash_seed(args.seed, 2**41)
         returns = evaluate(self.path, replace(args, seed=other_seed, capture_video=False), env)
-        if STOP.is_set():  # they may be incomplete
+        if STOP.is_set():
+            print("as it was stopped, this evaluation does not count")
             return
-        mean = float(returns.mean())
+        mean, state.last_evaluation = float(returns.mean()), step
         self.writer.add_scalar("eval/greedy_return", mean, step)
         if mean >= state.best_return:
             state.best_return, state.best_step = mean, step
-            self.save()
-            new = self.best_path.with_suffix(".tmp")
-            shutil.copyfile(self.path, new)
-            new.replace(self.best_path)
+            self.write(self.best_path)
+        self.save()
         if args.stop_at is not None and mean >= args.stop_at:
             print(f"training ends: the return has reached --stop-at {args.stop_at:.10g}")
             self.stop_at_reached = True
@@ -1073,7 +1084,7 @@ class Run:
         finished = self.stop_at_reached or state.global_step >= self.args.total_timesteps
         returns = evaluate(self.path, self.args, envs) if finished else np.zeros(0)
         if len(returns) > 0:
-            tag = "eval/final_return" if self.args.eval_every > 0 else "eval/greedy_return"
+            tag = "eval/final_return" if self.best_path.exists() else "eval/greedy_return"
             self.writer.add_scalar(tag, returns.mean(), state.global_step)
         if self.best_path.exists() and finished:  # in the same episodes, which are not those that chose it
             replayed = evaluate(self.best_path, self.args, envs)
@@ -1184,7 +1195,7 @@ def evaluate(path: str | Path, args: Args, envs: Any) -> np.ndarray:
         obs = envs.reset()
         returns = torch.zeros(args.num_envs, device=args.device)
         running, snapshots, logs = torch.ones_like(returns, dtype=torch.bool), [], []
-        for _ in range(envs.max_steps):
+        for _ in range(int(envs.max_steps)):
             if STOP.is_set():
                 return np.zeros(0)
             if args.capture_video and running[0]:

@@ -311,6 +311,7 @@ class State:
     returns: list[float] = field(default_factory=list)  # of the last 100 episodes
     best_return: float = -math.inf  # of best.pt, in the evaluation that chose it
     best_step: int = 0  # of best.pt
+    last_evaluation: int = 0  # its step, with --eval-every
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
@@ -807,27 +808,30 @@ class Run:
             if source.suffix == ".py" and source.is_file() and not Path(folder, source.name).exists():
                 shutil.copyfile(source, Path(folder, source.name))
         self.best_path = path.with_name("best.pt")
-        # Not those of the checkpoint: if the run was killed, it may be older than best.pt.
+        # Not from the checkpoint: if the run was killed, that may be older than best.pt.
         best = load_checkpoint(self.best_path)[1]["state"] if self.best_path.exists() else {}
         state.best_return, state.best_step = best.get("best_return", -math.inf), best.get("best_step", 0)
         self.warned = self.stop_at_reached = False
-        self.last_evaluation = state.global_step
         self.first_time, self.first_step = time.monotonic(), state.global_step
         self.last_print = self.last_save = -math.inf
 
     def save(self) -> None:
-        """Write a checkpoint. If the process is killed meanwhile, the previous one is still there."""
+        """Write the checkpoint of the run, and the curves up to it."""
         if self.last_save == -math.inf:  # only now: until then, a resumed run is as it was
             rows = "\n".join(f"|{name}|{value}|" for name, value in vars(self.args).items())
             self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
         self.writer.flush()  # first, so that the curves have no gap where training resumes
+        self.write(self.path)
+        self.last_save = time.monotonic()
+
+    def write(self, path: Path) -> None:
+        """Write a checkpoint. If the process is killed meanwhile, the previous one is still there."""
         content = {"args": vars(self.args), "state": vars(self.state)}
         content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
-        new = self.path.with_suffix(".tmp")
+        new = path.with_suffix(".tmp")
         torch.save(content, new)
         torch.load(new, weights_only=True)  # what cannot be loaded fails now, not after hours
-        new.replace(self.path)
-        self.last_save = time.monotonic()
+        new.replace(path)
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
         """Log an iteration, print progress, and save after the first and then every minute.
@@ -878,23 +882,21 @@ class Run:
         equally good, the last one is kept.
         """
         args, state, step = self.args, self.state, self.state.global_step
-        passed = step // args.eval_every > self.last_evaluation // args.eval_every
+        passed = step // args.eval_every > state.last_evaluation // args.eval_every
         if not passed and step < args.total_timesteps:
             return
-        self.last_evaluation = step
         self.save()
         other_seed = hash_seed(args.seed, 2**41)
         returns = evaluate(self.path, replace(args, seed=other_seed, capture_video=False), env)
-        if STOP.is_set():  # they may be incomplete
+        if STOP.is_set():
+            print("as it was stopped, this evaluation does not count")
             return
-        mean = float(returns.mean())
+        mean, state.last_evaluation = float(returns.mean()), step
         self.writer.add_scalar("eval/greedy_return", mean, step)
         if mean >= state.best_return:
             state.best_return, state.best_step = mean, step
-            self.save()
-            new = self.best_path.with_suffix(".tmp")
-            shutil.copyfile(self.path, new)
-            new.replace(self.best_path)
+            self.write(self.best_path)
+        self.save()
         if args.stop_at is not None and mean >= args.stop_at:
             print(f"training ends: the return has reached --stop-at {args.stop_at:.10g}")
             self.stop_at_reached = True
@@ -910,7 +912,7 @@ class Run:
         average = float(np.mean(state.returns)) if state.returns else math.nan
         returns = evaluate(self.path, self.args, env)
         if len(returns) > 0:
-            tag = "eval/final_return" if self.args.eval_every > 0 else "eval/greedy_return"
+            tag = "eval/final_return" if self.best_path.exists() else "eval/greedy_return"
             self.writer.add_scalar(tag, returns.mean(), state.global_step)
         if self.best_path.exists():  # in the same episodes, which are not those that chose it
             replayed = evaluate(self.best_path, self.args, env)
@@ -1035,6 +1037,7 @@ def evaluate(path: str | Path, args: Args, env: gym.Env | None = None) -> np.nda
     Without `env`, it makes one by `make_eval_env`, and closes it. Random generators are left as they were:
     training goes on as if this had not been called.
     """
+    path = find_checkpoint(path, args.exp_name).absolute()  # an environment may change the current folder
     if env is None:
         env = make_eval_env(args)
         result = evaluate(path, args, env)
@@ -1044,7 +1047,7 @@ def evaluate(path: str | Path, args: Args, env: gym.Env | None = None) -> np.nda
     seed = hash_seed(args.seed, 2**40)  # episodes that training has not seen
     with isolated_random_numbers(seed):
         if args.capture_video and not STOP.is_set():
-            folder = Path(path).with_name("best_videos" if Path(path).name == "best.pt" else "videos")
+            folder = path.with_name("best_videos" if path.name == "best.pt" else "videos")
             env = gym.wrappers.RecordVideo(env, str(folder), lambda episode: True)
             print(f"videos: {folder}")
         policy = load_policy(path, env, args.device)

@@ -48,7 +48,7 @@ def train(env_id: str, seed: int, eval_every: int) -> None:
         row["best_chosen"] = results["best_return"]
         row["best_replayed"] = np.mean(results["best_replayed"])
         row["best_replayed_std"] = np.std(results["best_replayed"])
-    print(json.dumps({name: float(f"{value:.6g}") for name, value in row.items()}))
+    print(json.dumps({name: round(value, 4) for name, value in row.items()}))
 
 
 def main(env_ids: tyro.conf.Positional[tuple[str, ...]] = (), /) -> None:

@@ -150,6 +150,8 @@ def test_a_run_that_reached_stop_at_has_ended(tmp_path):
         writer.writer.add_scalar("eval/greedy_return", greedy, writer.step)
         writer.writer.flush()
         assert coach.read_run(tmp_path / name, coach.open_events(tmp_path / name)).finished == ended
+        writer.write(1)  # it was resumed
+        assert not coach.read_run(tmp_path / name, coach.open_events(tmp_path / name)).finished
 
 
 def test_the_gain_is_the_rise_of_the_return_in_standard_deviations(tmp_path):

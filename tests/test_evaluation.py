@@ -1,6 +1,7 @@
 """Evaluations while a script trains: they change nothing that is learnt, and the best policy is kept."""
 
 import contextlib
+import copy
 import io
 import shutil
 from pathlib import Path
@@ -171,6 +172,47 @@ def test_an_evaluation_whose_return_is_nan_chooses_nothing(tmp_path, monkeypatch
     assert train(ppo, tmp_path, eval_every=1.0).best_return == 7
 
 
+@each_text
+def test_an_evaluation_in_which_the_run_was_killed_is_made_up_for(script, tmp_path, monkeypatch):
+    """The resumed run evaluates after its first iteration. Otherwise, it would do so two iterations later."""
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "evaluate", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(script, tmp_path, eval_every=1.7 * SIZE, total_timesteps=4.5 * SIZE)
+    (path,) = tmp_path.glob("runs/*/checkpoint.pt")
+    more = {"eval_every": 1.7 * SIZE, "total_timesteps": 4.5 * SIZE}
+    script_evaluations(script, monkeypatch, *range(5))
+    done = train(script, tmp_path, resume=str(path), **more)
+    logged = curves(done.folder)
+    steps = [*logged["losses/value_loss"]]
+    assert [*logged["eval/greedy_return"]] == steps[2:]
+
+
+@each_text
+def test_a_run_that_was_killed_after_it_wrote_best_pt_keeps_it(script, tmp_path, monkeypatch):
+    """The checkpoint was not written yet. The next policies are worse."""
+    write, written = script.Run.write, []
+
+    def killed(run, path):
+        write(run, path)
+        written.append(path.name)
+        if path.name == "best.pt":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        script_evaluations(script, patch, 7)
+        patch.setattr(script.Run, "write", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(script, tmp_path, eval_every=1.0)
+    (path,) = tmp_path.glob("runs/*/checkpoint.pt")
+    best = load(path.with_name("best.pt"))
+    assert load(path)["state"]["best_return"] == -np.inf
+    script_evaluations(script, monkeypatch, 3, 5, 4, 6)
+    done = train(script, tmp_path, eval_every=1.0, resume=str(path))
+    assert (done.best_return, done.best_replayed.mean()) == (7, 6)
+    assert same(load(path.with_name("best.pt")), best)
+
+
 # With the same environment from the first step to the last
 
 
@@ -293,6 +335,10 @@ def test_a_program_gives_environments_to_evaluate_in(tmp_path, monkeypatch):
     envs, eval_envs = gpu_envs.Draws(args), gpu_envs.Draws(args)
     with pytest.raises(ValueError, match="train needs eval_envs"):
         ppo_gpu.train(args, envs)
+    with pytest.raises(ValueError, match="has the tensors of envs"):
+        ppo_gpu.train(args, envs, copy.copy(envs))
+    with pytest.raises(ValueError, match="another obs_size"):
+        ppo_gpu.train(args, envs, ppo_gpu.Pendulums(args))
     results = ppo_gpu.train(args, envs, eval_envs)
     monkeypatch.undo()
     other = train(ppo_gpu, tmp_path, eval_every=1.0, update_epochs=args.update_epochs)

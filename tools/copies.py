@@ -57,11 +57,11 @@ EARLIER = {  # script: units of its original that it still has in the form of ve
     "ppo_atari.py": "sample most_likely compute_gae batch_metrics hash_seed seed_everything Run.log "
     "Run.finish print_commands adapted Refused seed_spaces Flat "
     "Flat.__init__ Flat.reset Flat.step flatten find_binary_obs check_actions "
-    "make_eval_env check_numbers Run.__init__ Run.save lock_folder run_path "
+    "make_eval_env check_numbers Run.__init__ Run.save Run.write lock_folder run_path "
     "find_checkpoint load_checkpoint load_weights load_start close stop",
     "ppo_gpu.py": "sample most_likely batch_metrics adapted Refused seed_spaces "
     "Flat Flat.__init__ Flat.reset Flat.step flatten find_binary_obs check_actions "
-    "make_eval_env check_numbers Run.__init__ Run.save lock_folder run_path "
+    "make_eval_env check_numbers Run.__init__ Run.save Run.write lock_folder run_path "
     "find_checkpoint load_checkpoint load_weights load_start close stop",
 }
 
