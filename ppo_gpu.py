@@ -116,7 +116,7 @@ class Args:  # the trailing comments become --help
 # of your own in Args is checked once it has an entry here.
 BOUNDS = {
     "seed": (0, 2**31), "num_envs": (1, math.inf), "num_steps": (1, math.inf), "total_timesteps": (1, 1e15),
-    "keep_every": (1, math.inf), "eval_every": (0, math.inf), "stop_at": (-math.inf, math.inf),
+    "keep_every": (1, math.inf), "eval_every": (0, math.inf), "stop_at": (-1e15, 1e15),
     "learning_rate": (0, 1), "desired_kl": (1e-6, 10), "gamma": (0, 1), "gae_lambda": (0, 1),
     "update_epochs": (1, 30), "num_minibatches": (1, math.inf), "clip_coef": (1e-3, 0.3),
     "ent_coef": (0, 100), "vf_coef": (0, 100), "max_grad_norm": (1e-6, math.inf), "init_log_std": (-10, 2),

@@ -107,7 +107,7 @@ def test_other_mistakes_are_told_in_the_words_of_the_library_before_anything_is_
 
 
 SCRIPTS = ppo, ppo_continuous, ppo_atari, ppo_lstm, ppo_gpu, ppo_rlhf, grpo
-OPTIONAL = "target_kl", "target_entropy", "desired_kl", "keep_every", "kl_target"
+OPTIONAL = "target_kl", "target_entropy", "desired_kl", "keep_every", "kl_target", "stop_at"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
