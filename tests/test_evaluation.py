@@ -188,6 +188,27 @@ def test_an_evaluation_in_which_the_run_was_killed_is_made_up_for(script, tmp_pa
     assert [*logged["eval/greedy_return"]] == steps[2:]
 
 
+def test_an_evaluation_after_which_the_run_was_killed_is_not_repeated(tmp_path, monkeypatch):
+    """It is in the checkpoint and in the curves, although the run was killed in the next iteration."""
+    collect_rollout, count = ppo.collect_rollout, []
+
+    def killed(*arguments):
+        count.append(1)
+        return collect_rollout(*arguments) if len(count) < 3 else 1 / 0
+
+    settings = {"eval_every": 1.7 * SIZE, "total_timesteps": 4.5 * SIZE}
+    script_evaluations(ppo, monkeypatch, *range(5))
+    with monkeypatch.context() as patch:
+        patch.setattr(ppo, "collect_rollout", killed)
+        with pytest.raises(ZeroDivisionError):
+            train(ppo, tmp_path, **settings)
+    (path,) = tmp_path.glob("runs/*/checkpoint.pt")
+    done = train(ppo, tmp_path, resume=str(path), **settings)
+    logged = curves(done.folder)
+    steps = [*logged["losses/value_loss"]]
+    assert [*logged["eval/greedy_return"]] == [steps[1], steps[3], steps[4]]
+
+
 @each_text
 def test_a_run_that_was_killed_after_it_wrote_best_pt_keeps_it(script, tmp_path, monkeypatch):
     """The checkpoint was not written yet. The next policies are worse."""
@@ -241,7 +262,8 @@ def test_videos_of_the_last_policy_and_of_the_best_one_are_recorded(tmp_path, mo
 
     monkeypatch.setattr(ppo.Run, "evaluate_if_due", once)
     settings = {"env_id": DISCRETE.walk, "capture_video": True, "eval_episodes": 2}
-    train(ppo, tmp_path, **settings, eval_every=1.0)
+    done = train(ppo, tmp_path, **settings, eval_every=1.0)
+    assert done.out.count("videos: ") == 2
     for name in ("videos", "best_videos"):
         assert len([*tmp_path.glob(f"runs/*/{name}/*.mp4")]) == 2
 
