@@ -68,8 +68,8 @@ class Args:  # the trailing comments become --help
     resume: str | None = None  # resume from this checkpoint; flags override its settings
     evaluate: str | None = None  # only evaluate this checkpoint, greedily
     eval_episodes: int = 10  # games of an evaluation
-    eval_every: float = 0  # evaluate every so many steps, not only at the end; best.pt is the best policy
-    stop_at: float | None = None  # end training once an evaluation of --eval-every has this mean return
+    eval_every: float = 0  # also evaluate every so many steps (0: never); best.pt has the best mean return
+    stop_at: float | None = None  # end training once an evaluation of --eval-every reaches this mean return
     capture_video: bool = False  # record a game of the evaluation, as the agent sees it (needs moviepy)
     track: bool = False  # mirror TensorBoard to Weights & Biases, to its WANDB_PROJECT (needs wandb)
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda or mps
@@ -220,7 +220,7 @@ class State:
     returns: list[float] = field(default_factory=list)  # of the last 100 games
     best_return: float = -math.inf  # of best.pt, in the evaluation that chose it
     best_step: int = 0  # of best.pt
-    last_evaluation: int = 0  # its step, with --eval-every
+    last_evaluation: int = 0  # step of the last evaluation of --eval-every
 
 
 def mean(x: Tensor, weights: Tensor) -> Tensor:
@@ -414,9 +414,9 @@ def train(args: Args) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation. If killed, it loses a minute or an iteration.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes), "greedy_returns",
-    "best_return", for which best.pt was chosen (-inf without one), and "best_replayed", its returns in the
-    games of "greedy_returns" (empty without one). Raises `ValueError` for invalid settings. With `resume`,
-    the settings are those of `args`, too.
+    "best_return", for which best.pt was chosen (-inf without one), "best_step", and "best_replayed", its
+    returns in the games of "greedy_returns" (empty without one). Raises `ValueError` for invalid settings.
+    With `resume`, the settings are those of `args`, too.
     """
     args = replace(args, evaluate=None)  # a copy, in which NumPy's numbers are plain ones
     check(args)
@@ -545,7 +545,7 @@ def check(args: Args) -> None:
     if not (args.resume or args.evaluate):
         check_settings(args)
     if args.resume and Path(args.resume).name == "best.pt":
-        raise ValueError("best.pt cannot be resumed, since it would be overwritten: resume checkpoint.pt")
+        raise ValueError("best.pt cannot be resumed: copy it into another folder, as checkpoint.pt")
     if args.eval_episodes < 1 or args.num_threads < 1:
         raise ValueError("--eval-episodes and --num-threads must be at least 1")
     if args.capture_video and not find_spec("moviepy"):
@@ -721,18 +721,18 @@ class Run:
         passed = step // args.eval_every > state.last_evaluation // args.eval_every
         if not passed and step < args.total_timesteps:
             return
-        self.save()
-        other_seed = hash_seed(args.seed, 2**41)
+        self.save()  # what is evaluated is the file
+        other_seed = hash_seed(args.seed, 2**41)  # the evaluation after training has other episodes
         returns = evaluate(self.path, replace(args, seed=other_seed, capture_video=False), env)
         if STOP.is_set():
-            print("as it was stopped, this evaluation does not count")
+            print("this evaluation was stopped, and does not count")
             return
         mean, state.last_evaluation = float(returns.mean()), step
         self.writer.add_scalar("eval/greedy_return", mean, step)
-        if mean >= state.best_return:
+        if mean >= state.best_return:  # NaN is not
             state.best_return, state.best_step = mean, step
             self.write(self.best_path)
-        self.save()
+        self.save()  # so that a resumed run does not evaluate this policy again
         if args.stop_at is not None and mean >= args.stop_at:
             print(f"training ends: the return has reached --stop-at {args.stop_at:.10g}")
             self.stop_at_reached = True
@@ -753,10 +753,12 @@ class Run:
         if len(replayed) > 0:
             self.writer.add_scalar("eval/best_replayed", replayed.mean(), state.global_step)
             chosen = f"chosen after {state.best_step:,} steps for a mean return of {state.best_return:.5g}"
-            print(f"best.pt: {chosen}; in the new games above, it has {replayed.mean():.5g}")
+            both = f"it has {replayed.mean():.5g}, the last policy {returns.mean():.5g}"
+            print(f"best.pt: {chosen}; in the new games above, {both}")
         self.writer.close()
         results = {"checkpoint": str(self.path), "training_return": average, "greedy_returns": returns}
-        return results | {"best_return": state.best_return, "best_replayed": replayed}
+        best = {"best_return": state.best_return, "best_step": state.best_step, "best_replayed": replayed}
+        return results | best
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:

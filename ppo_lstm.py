@@ -73,8 +73,8 @@ class Args:  # the trailing comments become --help
     evaluate: str | None = None  # only evaluate this checkpoint or `latest`, greedily
     init: str | None = None  # start a new run from the networks and normalisers of this checkpoint
     eval_episodes: int = 10  # number of evaluation episodes
-    eval_every: float = 0  # evaluate every so many steps, not only at the end; best.pt is the best policy
-    stop_at: float | None = None  # end training once an evaluation of --eval-every has this mean return
+    eval_every: float = 0  # also evaluate every so many steps (0: never); best.pt has the best mean return
+    stop_at: float | None = None  # end training once an evaluation of --eval-every reaches this mean return
     capture_video: bool = False  # record the evaluation in the run folder (needs moviepy)
     track: bool = False  # also log to Weights & Biases, to its WANDB_PROJECT (needs wandb)
     device: str = "cpu"  # cpu, cuda or mps; small networks are fastest on the CPU
@@ -311,7 +311,7 @@ class State:
     returns: list[float] = field(default_factory=list)  # of the last 100 episodes
     best_return: float = -math.inf  # of best.pt, in the evaluation that chose it
     best_step: int = 0  # of best.pt
-    last_evaluation: int = 0  # its step, with --eval-every
+    last_evaluation: int = 0  # step of the last evaluation of --eval-every
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
@@ -525,10 +525,10 @@ def train(args: Args, show_commands: bool = False) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation. If killed, it loses a minute or an iteration.
 
     Returns "checkpoint" (its path), "training_return" (of the last 100 episodes), "greedy_returns",
-    "best_return", for which best.pt was chosen (-inf without one), and "best_replayed", its returns in the
-    episodes of "greedy_returns" (empty without one). Raises `Refused`, a `ValueError`, where training would
-    be wrong. With `resume`, settings come from `args`, not from the checkpoint. It seeds the global random
-    generators, sets PyTorch's threads, and writes to runs/.
+    "best_return", for which best.pt was chosen (-inf without one), "best_step", and "best_replayed", its
+    returns in the episodes of "greedy_returns" (empty without one). Raises `Refused`, a `ValueError`, where
+    training would be wrong. With `resume`, settings come from `args`, not from the checkpoint. It seeds the
+    global random generators, sets PyTorch's threads, and writes to runs/.
     """
     STOP.clear()
     check_settings(args)
@@ -546,6 +546,7 @@ def train(args: Args, show_commands: bool = False) -> dict:
         raise Refused("the environments must reset in the same step: see AutoresetMode.SAME_STEP")
     in_this_process = envs.envs if isinstance(envs, SyncVectorEnv) else ()
     if args.eval_every > 0 and any(env.unwrapped is eval_env.unwrapped for env in in_this_process):
+        # An evaluation would break off the episode of training.
         raise Refused("make_env must return a new environment in each call")
     if envs.single_action_space != eval_env.action_space:
         raise Refused("make_envs and make_env have different action spaces")
@@ -885,18 +886,18 @@ class Run:
         passed = step // args.eval_every > state.last_evaluation // args.eval_every
         if not passed and step < args.total_timesteps:
             return
-        self.save()
-        other_seed = hash_seed(args.seed, 2**41)
+        self.save()  # what is evaluated is the file
+        other_seed = hash_seed(args.seed, 2**41)  # the evaluation after training has other episodes
         returns = evaluate(self.path, replace(args, seed=other_seed, capture_video=False), env)
         if STOP.is_set():
-            print("as it was stopped, this evaluation does not count")
+            print("this evaluation was stopped, and does not count")
             return
         mean, state.last_evaluation = float(returns.mean()), step
         self.writer.add_scalar("eval/greedy_return", mean, step)
-        if mean >= state.best_return:
+        if mean >= state.best_return:  # NaN is not
             state.best_return, state.best_step = mean, step
             self.write(self.best_path)
-        self.save()
+        self.save()  # so that a resumed run does not evaluate this policy again
         if args.stop_at is not None and mean >= args.stop_at:
             print(f"training ends: the return has reached --stop-at {args.stop_at:.10g}")
             self.stop_at_reached = True
@@ -910,22 +911,24 @@ class Run:
             print_commands(self.args, self.path, env, complete)
         state, replayed = self.state, np.zeros(0)
         average = float(np.mean(state.returns)) if state.returns else math.nan
-        returns = evaluate(self.path, self.args, env)
+        returns = evaluate(self.path, self.args, env)  # none, if the run was stopped
         if len(returns) > 0:
             tag = "eval/final_return" if self.best_path.exists() else "eval/greedy_return"
             self.writer.add_scalar(tag, returns.mean(), state.global_step)
         if self.best_path.exists():  # in the same episodes, which are not those that chose it
             replayed = evaluate(self.best_path, self.args, env)
-        if len(replayed) == self.args.eval_episodes:
+        if len(replayed) == len(returns) > 0:  # neither was stopped
             self.writer.add_scalar("eval/best_replayed", replayed.mean(), state.global_step)
             chosen = f"chosen after {state.best_step:,} steps for a mean return of {state.best_return:.5g}"
-            print(f"best.pt: {chosen}; in the new episodes above, it has {replayed.mean():.5g}")
+            both = f"it has {replayed.mean():.5g}, the last policy {returns.mean():.5g}"
+            print(f"best.pt: {chosen}; in the new episodes above, {both}")
         self.writer.close()
         self.lock_file.close()
         if complete or self.stop_at_reached:  # although the evaluation may have been stopped
             STOP.clear()
         results = {"checkpoint": str(self.path), "training_return": average, "greedy_returns": returns}
-        return results | {"best_return": state.best_return, "best_replayed": replayed}
+        best = {"best_return": state.best_return, "best_step": state.best_step, "best_replayed": replayed}
+        return results | best
 
 
 def lock_folder(folder: Path) -> IO:

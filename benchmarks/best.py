@@ -43,8 +43,7 @@ def train(env_id: str, seed: int, eval_every: int) -> None:
         "final_std": np.std(results["greedy_returns"]),
     }
     if eval_every > 0:
-        _, content = ppo.load_checkpoint(results["checkpoint"])
-        row["best_step"] = content["state"]["best_step"]
+        row["best_step"] = results["best_step"]
         row["best_chosen"] = results["best_return"]
         row["best_replayed"] = np.mean(results["best_replayed"])
         row["best_replayed_std"] = np.std(results["best_replayed"])

@@ -442,10 +442,10 @@ def best_table() -> Iterator[Row]:
         yield {
             "environment": row.env_id,
             "seed": f"{row.seed}",
-            "last policy": f"{row.final:.1f} ± {row.final_std:.1f}",
+            "last policy in new episodes": f"{row.final:.1f} ± {row.final_std:.1f}",
             "best.pt, after steps": f"{row.best_step:,.0f}",
-            "as it was chosen": f"{row.best_chosen:.1f}",
-            "in new episodes": f"{row.best_replayed:.1f} ± {row.best_replayed_std:.1f}",
+            "return that chose it": f"{row.best_chosen:.1f}",
+            "best.pt in new episodes": f"{row.best_replayed:.1f} ± {row.best_replayed_std:.1f}",
         }
 
 

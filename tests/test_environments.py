@@ -168,7 +168,7 @@ def test_train_returns_the_checkpoint_the_training_return_and_the_greedy_returns
     with pytest.raises(ValueError, match="--num-envs must be from 1"):
         case.script.train(case.make_args(num_envs=0))
     results = case.script.train(case.make_args(**changes))
-    names = {"checkpoint", "training_return", "greedy_returns", "best_return", "best_replayed"}
+    names = {"checkpoint", "training_return", "greedy_returns", "best_return", "best_step", "best_replayed"}
     assert set(results) == names
     assert (tmp_path / results["checkpoint"]).samefile(checkpoint_in(tmp_path))
     returns = [value for value, _ in user_envs.LOG["episodes"]]

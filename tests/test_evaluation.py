@@ -119,8 +119,9 @@ def test_the_best_policy_is_kept_and_played_again_in_other_episodes(script, tmp_
     for state in (content["state"], done.content["state"]):
         assert (state["best_return"], state["best_step"]) == (7, steps[1])
     assert (done.best_return, done.greedy_returns.mean(), done.best_replayed.mean()) == (7, 4, 6)
+    assert done.best_step == steps[1]
     assert f"best.pt: chosen after {steps[1]:,} steps for a mean return of 7; in the new" in done.out
-    assert "it has 6" in done.out
+    assert "it has 6, the last policy 4" in done.out
     assert len(played) == 5
 
 
