@@ -1218,7 +1218,7 @@ def evaluate(path: str | Path, args: Args, envs: Any) -> np.ndarray:
     if args.capture_video:
         from moviepy import ImageSequenceClip
 
-        video = str(Path(path).with_suffix(".mp4"))
+        video = str(Path(path).with_name("best_video.mp4" if Path(path).name == "best.pt" else "video.mp4"))
         ImageSequenceClip(envs.render(snapshots), fps=30).write_videofile(video, logger=None)
         print(f"video: {video}")
     shown = f"{returns.mean():.5g} ± {returns.std(correction=0):.3g} with the most likely actions"
@@ -1289,6 +1289,8 @@ def main() -> None:
         envs = make_envs(args)
         eval_envs = make_eval_envs(args, envs)
         check_envs(envs, args)
+        if eval_envs is not envs:
+            check_eval_envs(eval_envs, envs, args)
     except (ValueError, OSError) as error:
         if not raised_here(error):  # but in an environment
             raise

@@ -1,5 +1,6 @@
 """Environments for test_gpu.py, each with what `ppo_gpu.Pendulums` has: `--env-id gpu_envs:Scripted`."""
 
+import copy
 import random
 
 import numpy as np
@@ -121,6 +122,12 @@ class Draws(Target):
 
 
 # Environments that are refused
+
+
+def one_simulator(args, made=[]):  # noqa: B006
+    """Return another object in each call, with the tensors of the first one."""
+    made.append(made[0] if made else Target(args))
+    return copy.copy(made[0])
 
 
 def another_shape(args):

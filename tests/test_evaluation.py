@@ -350,6 +350,15 @@ def test_environments_that_cannot_exist_twice_fail_before_the_first_rollout(tmp_
     assert not list(tmp_path.iterdir())
 
 
+def test_environments_with_the_tensors_of_those_that_train_are_refused_in_one_line(tmp_path):
+    """They are of one simulator, and an evaluation would break off its episodes."""
+    case = SimpleNamespace(script=ppo_gpu, file="ppo_gpu.py")
+    words = flags(env_id="gpu_envs:one_simulator", device="cpu", num_envs=4, num_steps=8, num_minibatches=2)
+    done = call(case, tmp_path, *words, "--eval-every", 1)
+    assert (done.status, done.out, list(tmp_path.iterdir())) == (2, "", [])
+    assert done.err == "ppo_gpu.py: eval_envs has the tensors of envs, whose episodes must go on\n"
+
+
 def test_a_program_gives_environments_to_evaluate_in(tmp_path, monkeypatch):
     """Those that train are not disturbed."""
     monkeypatch.chdir(tmp_path)
