@@ -1,14 +1,14 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "torch>=2.5", "gymnasium>=1.1", "ale-py>=0.11.1", "numpy", "tensorboard", "tyro>=0.9.1",
+#     "torch>=2.5", "gymnasium>=1.1", "ale-py>=0.12", "numpy", "tensorboard", "tyro>=0.9.1",
 # ]
 # ///
 """Proximal Policy Optimization (PPO) for Atari games, in one file.
 
     python ppo_atari.py --env-id BreakoutNoFrameskip-v4
     python ppo_atari.py --env-id ALE/Pong-v5 --learning-rate 5e-4 --num-minibatches 8
-    python ppo_atari.py --evaluate runs/<run>/checkpoint.pt --capture-video
+    python ppo_atari.py --evaluate latest --capture-video
 
 It trains on any game of the Arcade Learning Environment (ALE), under DeepMind's protocol: see `make_envs`.
 
@@ -38,18 +38,21 @@ import os
 import pickle
 import random
 import re
+import shlex
+import shutil
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import IO, Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -65,13 +68,14 @@ from torch.utils.tensorboard import SummaryWriter
 class Args:  # the trailing comments become --help
     exp_name: str = Path(sys.argv[0]).stem or "ppo_atari"  # part of the run folder's name
     seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
-    resume: str | None = None  # resume from this checkpoint; flags override its settings
-    evaluate: str | None = None  # only evaluate this checkpoint, greedily
+    resume: str | None = None  # resume from this checkpoint or `latest`; flags override its settings
+    evaluate: str | None = None  # only evaluate this checkpoint or `latest`, greedily
+    init: str | None = None  # start a new run from the networks of this checkpoint
     eval_episodes: int = 10  # games of an evaluation
     eval_every: float = 0  # also evaluate every so many steps (0: never); best.pt has the best mean return
     stop_at: float | None = None  # end training once an evaluation of --eval-every reaches this mean return
     capture_video: bool = False  # record a game of the evaluation, as the agent sees it (needs moviepy)
-    track: bool = False  # mirror TensorBoard to Weights & Biases, to its WANDB_PROJECT (needs wandb)
+    track: bool = False  # also log to Weights & Biases, to its WANDB_PROJECT (needs wandb)
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda or mps
     num_threads: int = torch.get_num_threads()  # CPU threads of PyTorch, and of the games
     bfloat16: bool = False  # compute products in bfloat16: faster on some CPUs, far slower on others
@@ -83,7 +87,7 @@ class Args:  # the trailing comments become --help
     clip_rewards: bool = True  # clip rewards to their signs; reported returns are unclipped
 
     # PPO
-    total_timesteps: float = 10_000_000  # total number of transitions, of 4 frames each; 1e6 is fine
+    total_timesteps: float = 10_000_000  # total number of transitions, of 4 frames each; also as 1e6
     num_steps: int = 128  # T: steps of each environment per rollout
     learning_rate: float = 2.5e-4  # Adam's step size
     anneal_lr: bool = True  # decay the learning rate linearly to 0
@@ -99,25 +103,14 @@ class Args:  # the trailing comments become --help
     vf_coef: float = 0.5  # c₁: weight of the value loss, ½ (V - return)²
     max_grad_norm: float = 0.5  # clip the gradient to this global norm
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds plain Python numbers
-                setattr(self, name, value.item())
-            if isinstance(value, Path):
-                setattr(self, name, str(value))
-        for name in ("resume", "evaluate"):  # a run folder is accepted, too
-            path = getattr(self, name)
-            if path and Path(path).is_dir():
-                setattr(self, name, str(Path(path, "checkpoint.pt")))
 
-
-# Limits of the settings, both included. With more than 30 epochs, or ε above 0.3, the policy moves too far
-# from the one that collected the data. To study what is refused, change this table in your program. A number
-# of your own in Args is checked once it has an entry here.
+# Allowed values, limits included. With more than 30 epochs, or ε above 0.3, the policy moves too far from the
+# one that collected the data. To study what is refused, change this table in your program. A setting that you
+# add is checked if it has an entry here.
 BOUNDS = {
     "seed": (0, 2**31), "eval_episodes": (1, math.inf), "eval_every": (0, math.inf),
     "stop_at": (-1e15, 1e15), "num_threads": (1, 1024), "num_envs": (1, math.inf),
-    "num_steps": (2, math.inf), "total_timesteps": (1, 1e15), "learning_rate": (0, 1), "gamma": (0, 1),
+    "num_steps": (1, math.inf), "total_timesteps": (1, 1e15), "learning_rate": (0, 1), "gamma": (0, 1),
     "gae_lambda": (0, 1), "update_epochs": (1, 30), "num_minibatches": (1, math.inf),
     "clip_coef": (1e-3, 0.3), "target_kl": (1e-6, math.inf), "ent_coef": (0, 100), "vf_coef": (0, 100),
     "max_grad_norm": (1e-6, math.inf),
@@ -162,6 +155,19 @@ class Agent(nn.Module):
 # ------------------------------------------------- Equations ------------------------------------------------
 
 
+# `Agent.forward` and these five functions are all that knows the distribution of actions.
+
+
+def sample(log_policy: Tensor) -> Tensor:
+    """Actions [N] from π(·|s) [N, A]: argmax of π(a) / e_a with e_a ~ Exp(1), as torch.multinomial does."""
+    return (log_policy.exp() / torch.empty_like(log_policy).exponential_()).argmax(-1)
+
+
+def most_likely(log_policy: Tensor) -> Tensor:
+    """The most likely actions [...] of π(·|s) [..., A]."""
+    return log_policy.argmax(-1)
+
+
 def log_prob(log_policy: Tensor, actions: Tensor) -> Tensor:
     """log π(a|s) [B] of actions [B], from log π(·|s) [B, A]."""
     return log_policy.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
@@ -178,29 +184,31 @@ def kl_divergence(old_log_policy: Tensor, log_policy: Tensor) -> Tensor:
 
 
 def compute_gae(
-    rewards: Tensor, values: Tensor, terminated: Tensor, truncated: Tensor, gamma: float, gae_lambda: float
-) -> tuple[Tensor, Tensor]:
+    rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, truncated: Tensor,
+    gamma: float, gae_lambda: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Advantages and returns [T, N] by generalised advantage estimation ([GAE], equations 11 to 16).
 
         δ_t = r_t + γ V(s_{t+1}) (1 - terminated_t) - V(s_t)
         A_t = δ_t + γλ (1 - (terminated_t ∨ truncated_t)) A_{t+1}
         return_t = A_t + V(s_t), the critic's target
 
-    Both kinds of end stop the sum, but at a time limit (truncated) V(s_{t+1}) still counts ([Limits]).
-    So row t+1 of `values` [T+1, N] must be the value of the state that step t led to, even where it ended the
-    episode. All other tensors are [T, N].
+    All tensors are [T, N]. s_{t+1} is the state that step t led to, also where it ended the episode. Both
+    kinds of end stop the sum, but at a time limit (truncated) V(s_{t+1}) still counts ([Limits]).
     """
-    next_values = torch.where(terminated, 0, values[1:])  # not a product: 0 * NaN is NaN
-    deltas = rewards + gamma * next_values - values[:-1]
-    ended = terminated | truncated
-    advantages = torch.zeros_like(values)
-    for t in reversed(range(len(rewards))):
-        advantages[t] = deltas[t] + gamma * gae_lambda * torch.where(ended[t], 0, advantages[t + 1])
-    return advantages[:-1], advantages[:-1] + values[:-1]
+    next_values = torch.where(terminated, 0, next_values)  # not a product: 0 * NaN is NaN
+    deltas = rewards + gamma * next_values - values
+    discounts = gamma * gae_lambda * ~(terminated | truncated)
+    advantages = torch.zeros_like(deltas)
+    advantage = torch.zeros_like(deltas[0])  # A_T = 0: what follows the rollout is in V(s_T)
+    for t in reversed(range(len(deltas))):
+        advantage = deltas[t] + discounts[t] * advantage
+        advantages[t] = advantage
+    return advantages, advantages + values
 
 
 class Batch(NamedTuple):
-    """B transitions to learn from."""
+    """B transitions. To add a quantity, add a field, fill it in `make_batch`, and use it in `ppo_loss`."""
 
     obs: Tensor  # [B, 4, 84, 84], bytes
     actions: Tensor  # [B]
@@ -208,7 +216,7 @@ class Batch(NamedTuple):
     old_values: Tensor  # [B], V_old(s)
     advantages: Tensor  # [B]
     returns: Tensor  # [B]
-    weights: Tensor  # [B], 1 for a transition, 0 for a filler row
+    weights: Tensor  # [B], 1, or 0 where FIRE was pressed in place of the action
 
 
 @dataclass
@@ -224,7 +232,7 @@ class State:
 
 
 def mean(x: Tensor, weights: Tensor) -> Tensor:
-    """The mean of x [B] over the transitions, given the weights [B] of the rows."""
+    """The mean of x [B], each row counted by its weight [B]."""
     return weights @ x / weights.sum().clamp(min=1)
 
 
@@ -265,76 +273,75 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, 
 
 
 class Rollout:
-    """T steps of N environments, in arrays that are reused: the next rollout starts where this one ends.
+    """T steps of N environments. The next rollout starts where this one ends, in the same arrays.
 
-    When step t ends an episode, that is a game or a life, obs[t+1] is its last state, so the value there is
-    row t+1 of the values. Step t+1 then ignores its action: it resets the game and returns a reward of 0
-    (AutoresetMode.NEXT_STEP of Gymnasium), or presses FIRE after a lost life: a filler row, not learnt from.
+    A game that ends is reset in the same step: obs[t+1] is then the first observation of the next one. Where
+    the frame limit cut a game, the value of its last state counts, and is in `last_values`. At a lost life,
+    which ends an episode but not the game, the next step presses FIRE, and is not learnt from.
 
-        step   t       t+1     t+2
-        obs    s       last s  first s of the next episode
-        end    yes     no      no
-        valid  yes     no      yes
+        step     t           t+1           t+2
+        obs      s           s after loss  s
+        action   drawn       FIRE          drawn
+        end      terminated  no            no
     """
 
     def __init__(self, args: Args, num_actions: int):
         shape = args.num_steps, args.num_envs
         pixels = torch.zeros(args.num_steps + 1, args.num_envs, 84, 84, 4, dtype=torch.uint8)
-        self.obs = pixels.permute(0, 1, 4, 2, 3).to(args.device)  # channels last in memory
-        self.policies = torch.zeros(*shape, num_actions, device=args.device)  # π_old(·|s)
-        self.values = torch.zeros(args.num_steps + 1, args.num_envs, device=args.device)  # V(s)
-        self.actions = np.zeros(shape, np.int64)
-        self.rewards = np.zeros(shape, np.float32)
-        self.terminated = np.zeros(shape, bool)
-        self.truncated = np.zeros(shape, bool)
-        self.valid = np.zeros(shape, bool)
+        self.obs = pixels.permute(0, 1, 4, 2, 3).to(args.device)  # s_t; channels last in memory
+        self.policies = torch.zeros(*shape, num_actions, device=args.device)  # π_old(·|s_t)
+        self.actions = torch.zeros(shape, dtype=torch.int64, device=args.device)  # a_t, as `sample` draws it
+        self.values = torch.zeros(args.num_steps + 1, args.num_envs, device=args.device)  # V(s_t)
+        self.last_values = torch.zeros(shape, device=args.device)  # V(s_{t+1}), where truncated
+        self.rewards = np.zeros(shape)  # r_t, not clipped
+        self.terminated, self.truncated = np.zeros(shape, bool), np.zeros(shape, bool)
+        self.forced = np.zeros(shape, bool)  # whether FIRE was pressed in place of a_t
+        # So far, of the unfinished game in each environment:
+        self.game_returns, self.game_lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
 
 
 @torch.inference_mode()
-def act(forward: Callable, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, np.ndarray]:
-    """π(·|s) [N, A], as log-probabilities, V(s) [N], and actions [N] drawn from π.
-
-    `forward` is the agent, for observations [N, 4, 84, 84]. argmax(log π + noise) is a sample from π if the
-    noise [N, A] has a Gumbel distribution.
-    """
-    policy, values = forward(obs)
-    return policy, values, (policy + noise).argmax(-1).cpu().numpy()
-
-
-def collect_rollout(envs: VectorEnv, forward: Callable, rollout: Rollout, args: Args) -> list[tuple]:
-    """Fill the rollout with the next T steps. Returns the return and length of each game that ended."""
-    obs, actions, rewards, valid = rollout.obs, rollout.actions, rollout.rewards, rollout.valid
-    terminated, truncated = rollout.terminated, rollout.truncated
-    episodes = []
-    gumbel = -torch.empty(rollout.policies.shape).exponential_().log()  # all at once is faster
-    obs[0] = obs[-1]
-    for t, noise in enumerate(gumbel.to(args.device)):
-        valid[t] = ~(terminated[t - 1] | truncated[t - 1])  # at t = 0: the previous rollout's last row
-        rollout.policies[t], rollout.values[t], actions[t] = act(forward, obs[t], noise)
-        images, rewards[t], terminated[t], truncated[t], info = envs.step(actions[t])
-        obs[t + 1] = torch.as_tensor(images)
-        if "episode" in info:  # a whole game, while `terminated` is also true where a life is lost
-            ended = info["_episode"]
-            episodes += zip(info["episode"]["r"][ended], info["episode"]["l"][ended], strict=True)
-    _, rollout.values[-1], _ = act(forward, obs[-1], noise)
-    return episodes
+def collect_rollout(
+    envs: VectorEnv, forward: Callable, rollout: Rollout, args: Args
+) -> list[tuple[float, int]]:
+    """Act for T steps by `forward`, which is the agent. Returns return and length of each game that ended."""
+    games = []
+    rollout.obs[0] = rollout.obs[-1]
+    for t in range(args.num_steps):
+        rollout.policies[t], rollout.values[t] = forward(rollout.obs[t])
+        rollout.actions[t] = sample(rollout.policies[t])
+        images, rewards, terminated, truncated, infos = envs.step(rollout.actions[t].cpu().numpy())
+        rollout.obs[t + 1] = torch.as_tensor(images)
+        rollout.rewards[t], rollout.terminated[t], rollout.truncated[t] = rewards, terminated, truncated
+        rollout.forced[t] = infos["forced"]
+        if truncated.any():
+            _, rollout.last_values[t] = forward(torch.as_tensor(infos["final_obs"], device=args.device))
+        rollout.game_returns += rewards
+        rollout.game_lengths += 1
+        for n in np.flatnonzero(infos["game_over"]):
+            games.append((float(rollout.game_returns[n]), int(rollout.game_lengths[n])))
+            rollout.game_returns[n] = rollout.game_lengths[n] = 0
+    _, rollout.values[-1] = forward(rollout.obs[-1])
+    return games
 
 
 def make_batch(rollout: Rollout, args: Args) -> Batch:
-    """All rows of a rollout, with advantages; filler rows weigh 0."""
-    tensor = partial(torch.as_tensor, device=args.device)
-    obs, policy, values, rewards = rollout.obs, rollout.policies, rollout.values, tensor(rollout.rewards)
-    actions, valid = tensor(rollout.actions), tensor(rollout.valid)
+    """The transitions of a rollout, with advantages, from rewards clipped to their signs ([DQN])."""
+    tensor = partial(torch.tensor, device=args.device)
     terminated, truncated = tensor(rollout.terminated), tensor(rollout.truncated)
-    advantages, returns = compute_gae(rewards, values, terminated, truncated, args.gamma, args.gae_lambda)
+    rewards = tensor(np.sign(rollout.rewards) if args.clip_rewards else rollout.rewards, dtype=torch.float32)
+    values = rollout.values[:-1]
+    next_values = torch.where(truncated, rollout.last_values, rollout.values[1:])
+    ends = terminated, truncated
+    advantages, returns = compute_gae(rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
     return Batch(
-        obs=obs[:-1].flatten(0, 1),
-        actions=actions.flatten(),
-        old_policy=policy.flatten(0, 1),
-        old_values=values[:-1].flatten(),
+        obs=rollout.obs[:-1].flatten(0, 1),
+        actions=rollout.actions.flatten(),
+        old_policy=rollout.policies.flatten(0, 1),
+        old_values=values.flatten(),
         advantages=advantages.flatten(),
         returns=returns.flatten(),
-        weights=valid.float().flatten(),
+        weights=tensor(~rollout.forced, dtype=torch.float32).flatten(),
     )
 
 
@@ -344,7 +351,7 @@ def compute_gradients(agent: Agent, minibatch: Batch, args: Args) -> dict[str, T
     loss, metrics = ppo_loss(agent, minibatch, args)
     loss.backward()
     metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-    return metrics
+    return {name: metric.detach() for name, metric in metrics.items()}
 
 
 @torch.no_grad()
@@ -354,17 +361,17 @@ def mean_kl(agent: Agent, batch: Batch) -> float:
     return mean(kl_divergence(batch.old_policy, policy), batch.weights).item()
 
 
-def update(agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, args: Args, state: State) -> dict:
-    """K epochs of gradient steps, by `compute_gradients`. Returns mean metrics; "kl" is of the last one."""
-    valid = batch.weights > 0
-    errors, returns = batch.advantages[valid], batch.returns[valid]  # return - V_old(s), return
-    metrics = {
-        "charts/learning_rate": state.learning_rate,
-        "explained_variance": 1 - (errors.var(correction=0) / returns.var(correction=0)).item(),
-        "critic_error": (errors.square().mean() / returns.square().mean()).sqrt().item(),
-    }
-    optimizer.param_groups[0]["lr"] = state.learning_rate
-    steps = []  # metrics of each, still as tensors: reading them would wait for the GPU
+def update(
+    agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, args: Args, state: State
+) -> dict[str, float]:
+    """K epochs of gradient steps on shuffled minibatches, by `compute`: `compute_gradients` of its columns.
+
+    Returns metrics: of the batch, means over the gradient steps, and the last minibatch's KL divergence.
+    """
+    metrics = batch_metrics(batch, state)
+    for group in optimizer.param_groups:
+        group["lr"] = state.learning_rate * group.get("lr_ratio", 1)
+    steps = []  # metrics of each gradient step, still as tensors: reading them would wait for the GPU
     for _ in range(args.update_epochs):
         order = torch.randperm(len(batch.obs)).to(args.device)
         for rows in order.tensor_split(args.num_minibatches):
@@ -378,6 +385,21 @@ def update(agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, args:
     first = dict(zip(step_metrics, steps[0].tolist(), strict=True))
     metrics["first_approx_kl"] = first["approx_kl"]  # before the first step: 0, up to rounding
     metrics["kl"] = mean_kl(agent, minibatch)
+    return metrics
+
+
+def batch_metrics(batch: Batch, state: State) -> dict[str, float]:
+    """The learning rate, and how well V_old predicts the returns.
+
+    If all returns are equal, there is nothing to predict, and no metric for it.
+    """
+    learnt = batch.weights > 0
+    errors, returns = (batch.returns - batch.old_values)[learnt], batch.returns[learnt]
+    variance, mean_square = returns.var(correction=0), returns.square().mean()
+    metrics = {"charts/learning_rate": state.learning_rate}
+    if variance > 1e-12 * mean_square:  # not only rounding
+        metrics["explained_variance"] = (1 - errors.var(correction=0) / variance).item()
+        metrics["critic_error"] = (errors.square().mean() / mean_square).sqrt().item()
     return metrics
 
 
@@ -410,57 +432,61 @@ def recorded(function: Callable, *examples: Tensor) -> Callable:
     return replay
 
 
-def train(args: Args) -> dict:
+def train(args: Args, show_commands: bool = False) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation. If killed, it loses a minute or an iteration.
 
-    Returns "checkpoint" (its path), "training_return" (of the last 100 episodes), "greedy_returns",
+    Returns "checkpoint" (its path), "training_return" (of the last 100 games), "greedy_returns",
     "best_return", for which best.pt was chosen (-inf without one), "best_step", and "best_replayed", its
-    returns in the games of "greedy_returns" (empty without one). Raises `ValueError` for invalid settings.
-    With `resume`, the settings are those of `args`, too.
+    returns in the games of "greedy_returns" (empty without one). Raises `Refused`, a `ValueError`, where
+    training would be wrong. With `resume`, settings come from `args`, not from the checkpoint. It seeds the
+    global random generators, sets PyTorch's threads, and writes to runs/.
     """
-    args = replace(args, evaluate=None)  # a copy, in which NumPy's numbers are plain ones
-    check(args)
+    STOP.clear()
+    check_settings(args)
+    plain = {name: value.item() for name, value in vars(args).items() if isinstance(value, np.generic)}
+    args = replace(args, **plain)  # a checkpoint has no numbers of NumPy
     torch.set_num_threads(args.num_threads)
+    keep_freed_memory()
+    path = run_path(args)
     state = State(args.learning_rate)
-    if args.resume:
-        _, saved = load_checkpoint(args.resume)
+    saved = load_start(args)
+    if args.resume is not None:
         vars(state).update(saved["state"])
-    if sys.platform == "linux":  # let the C library keep freed memory: a run on the CPU is 12% faster
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
-        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
-    eval_envs, envs = make_envs(args, args.eval_episodes), make_envs(args, args.num_envs)
-    if envs.metadata.get("autoreset_mode") is not AutoresetMode.NEXT_STEP:
-        raise ValueError("the environments must reset in the next step: see Rollout")
-    env_seed = seed_everything(args.seed, state.global_step) % 2**29  # the ALE wants less than 2**31
+    seed = hash_seed(args.seed, state.global_step)  # a resumed run has new games
+    eval_envs, envs = make_eval_env(args), make_envs(args, args.num_envs)
+    if envs.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
+        raise Refused("the environments must reset in the same step: see AutoresetMode.SAME_STEP")
+    seed_everything(seed)
     num_actions = int(envs.single_action_space.n)
     agent = Agent(args, num_actions).to(args.device)
     optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)  # ε: [37], detail 3
-    if args.resume:
+    for group in optimizer.param_groups:  # groups of your own keep their ratio to --learning-rate
+        group["lr_ratio"] = group["lr"] / args.learning_rate if args.learning_rate > 0 else 1
+    if saved:
         agent.load_state_dict(saved["agent"])
+    if args.resume is not None:
         optimizer.load_state_dict(saved["optimizer"])
-        torch.set_rng_state(saved["random"])
     rollout = Rollout(args, num_actions)
     example = [column[: len(column) // args.num_minibatches] for column in make_batch(rollout, args)]
     compute = recorded(lambda *columns: compute_gradients(agent, Batch(*columns), args), *example)
     with torch.no_grad():
         forward = recorded(agent, rollout.obs[0])
-    run = Run(args, agent, optimizer, state)
+    rollout.obs[-1] = torch.as_tensor(envs.reset(seed=seed)[0])  # where the first rollout starts
+    run = Run(path, args, agent, optimizer, state)
 
-    rollout.obs[-1] = torch.as_tensor(envs.reset(seed=env_seed)[0])  # where the first rollout starts
     while state.global_step < args.total_timesteps and not (STOP.is_set() or run.stop_at_reached):
-        remaining = 1 - state.global_step / args.total_timesteps
+        remaining = max(0, 1 - state.global_step / args.total_timesteps)
         state.learning_rate = args.learning_rate * (remaining if args.anneal_lr else 1)
         episodes = collect_rollout(envs, forward, rollout, args)
         batch = make_batch(rollout, args)
         metrics = update(agent, optimizer, compute, batch, args, state)
-        state.global_step += int(batch.weights.sum())
+        state.global_step += len(batch.obs)
         run.log(metrics, episodes)
         if args.eval_every > 0:
             run.evaluate_if_due(eval_envs)
-    results = run.finish(eval_envs)
-    eval_envs.close()
-    envs.close()
+    results = run.finish(eval_envs, show_commands)
+    close(eval_envs)
+    close(envs)
     return results
 
 
@@ -470,14 +496,19 @@ def train(args: Args) -> dict:
 STOP = threading.Event()  # set by Ctrl-C and SIGTERM: training ends after the iteration
 
 
-def seed_everything(seed: int, step: int = 0) -> int:
-    """Seed all random generators for training from a step on. Returns a seed for the environments."""
-    if step > 0:  # a resumed run has new episodes
-        seed = hash_seed(seed, step)
-    for function in (random.seed, np.random.seed, torch.manual_seed):
+class Refused(ValueError):  # noqa: N818
+    """Raised at the start for what would train wrongly without an error, or fail only after training."""
+
+
+def hash_seed(*numbers: int) -> int:
+    """A seed from several numbers. Environment i gets this + i; unhashed, seeds 1 and 2 would share most."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1  # some simulators take only 31 bits
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators of PyTorch, and of Python and NumPy, from which some environments draw."""
+    for function in (torch.manual_seed, random.seed, np.random.seed):
         function(seed)
-    # A hash, because Gymnasium seeds environment i with this + i: seeds 1 and 2 would share most of them.
-    return hash_seed(seed)
 
 
 @contextmanager
@@ -498,94 +529,35 @@ def isolated_random_numbers(seed: int) -> Iterator[None]:
             np.random.set_state(numpy)  # noqa: NPY002
 
 
-def hash_seed(*numbers: int) -> int:
-    """A seed below 2**31, which is all that some simulators take, from one or several numbers."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1
-
-
-def check_bounds(args: Args) -> None:
-    """Raise `ValueError` where a setting is not of its type, or not within BOUNDS."""
-    types: dict[Any, Any] = {kind: kind for kind in (bool, int, str, str | None)}
-    types |= {float: int | float, float | None: int | float | None}  # 1 is a float, too
-    for name, kind in get_type_hints(Args).items():
-        value, choices = getattr(args, name), get_args(kind)
-        if get_origin(kind) is Literal and value not in choices:
-            raise ValueError(f"--{name.replace('_', '-')} must be {' or '.join(choices)}, not {value}")
-        is_flag = isinstance(value, bool) and kind is not bool  # True is an int, but it is not meant as 1
-        if is_flag or not isinstance(value, types.get(kind, object)):
-            expected = getattr(kind, "__name__", kind)
-            raise ValueError(f"--{name.replace('_', '-')} must be of type {expected}, not {value!r}")
-    for name, (low, high) in BOUNDS.items():
-        value, default = getattr(args, name), getattr(Args, name)
-        unused = value is None and default is None
-        if not unused and not low <= value <= high:
-            limits = f"from {low} to {high}" if high < math.inf else f"at least {low}"
-            raise ValueError(f"--{name.replace('_', '-')} must be {limits}, not {value}")
+def keep_freed_memory() -> None:
+    """Let the C library keep freed memory, on Linux: a run on the CPU is 12% faster."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
 
 
 def check_settings(args: Args) -> None:
-    """Raise `ValueError` for settings with which training cannot be right."""
-    check_bounds(args)
-    one_step = args.update_epochs * args.num_minibatches == 1
+    """Raise `Refused` for settings that would train wrongly, or have no effect."""
+    if forgotten := {setting.name for setting in fields(args)} - {setting.name for setting in fields(Args)}:
+        raise Refused(f"checkpoints would forget {forgotten}: replace this module's Args, too")
+    for name, (low, high) in BOUNDS.items():
+        value = getattr(args, name)
+        if value is not None and not low <= value <= high:  # NaN is refused, too
+            raise Refused(f"--{name.replace('_', '-')} must be from {low} to {high}, not {value}")
     size = args.num_envs * args.num_steps
-    for wrong, reason in [
-        (size % args.num_minibatches > 0, f"--num-minibatches must divide the {size} steps of a rollout"),
-        (4 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 4} for this rollout"),
-        (not (args.norm_adv or one_step), "several gradient steps need --norm-adv"),
-        (args.stop_at is not None and args.eval_every == 0, "--stop-at needs --eval-every"),
-        (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
-        (Path("runs").is_file(), "runs is a file, where a folder of that name is needed"),
-    ]:
-        if wrong:
-            raise ValueError(reason)
-
-
-def check(args: Args) -> None:
-    """Raise `ValueError` for what cannot be trained or evaluated, before anything is written."""
-    if not (args.resume or args.evaluate):
-        check_settings(args)
-    if args.resume and Path(args.resume).name == "best.pt":
-        raise ValueError("best.pt cannot be resumed: copy it into another folder, as checkpoint.pt")
-    if args.eval_episodes < 1 or args.num_threads < 1:
-        raise ValueError("--eval-episodes and --num-threads must be at least 1")
-    if args.capture_video and not find_spec("moviepy"):
-        raise ValueError("--capture-video needs: pip install moviepy")
-    if not find_spec("ale_py"):
-        raise ValueError("Atari games need: pip install 'ale-py>=0.11.1'")
-    import ale_py  # noqa: F401 - registers the games
-
-    if "game" not in gym.spec(args.env_id).kwargs:
-        raise ValueError(f"{args.env_id} is not an Atari game: use ppo.py or ppo_continuous.py")
-    try:
-        torch.zeros((), device=args.device).item()
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {args.device} is not available; use cpu") from error
-    try:
-        for name in json.loads(args.env_kwargs):
-            if name not in GAME_SETTINGS:
-                raise ValueError(f"{name!r} is DeepMind's or unknown; it may set {', '.join(GAME_SETTINGS)}")
-        envs = make_envs(args, 1)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{args.env_id} with --env-kwargs {args.env_kwargs}: {error}") from error
-    envs.close()
-    if path := args.resume or args.evaluate:
-        _, content = load_checkpoint(path)
-        try:
-            Agent(args, int(envs.single_action_space.n)).load_state_dict(content["agent"])
-        except RuntimeError as error:
-            raise ValueError(f"{path} is of another script or size, or not for {args.env_id}") from error
-    if args.resume:  # only now: another script's checkpoint may have settings that are right there
-        check_settings(args)
+    if size < 2 * args.num_minibatches or size % args.num_minibatches > 0:
+        # All of the same size, since a CUDA graph has only one.
+        raise Refused(
+            f"--num-minibatches must divide the {size} transitions of a rollout, into 2 or more each"
+        )
+    if not args.norm_adv and args.update_epochs * args.num_minibatches > 1:
+        raise Refused("several gradient steps need --norm-adv")
+    if args.stop_at is not None and args.eval_every == 0:
+        raise Refused("--stop-at needs --eval-every")
 
 
 # ------------------------------------------------- Environments --------------------------------------------
-
-
-# What --env-kwargs may set. The rest is DeepMind's protocol, with which all published results were made.
-GAME_SETTINGS = (
-    "noop_max", "repeat_action_probability", "full_action_space", "max_num_frames_per_episode",
-    "use_fire_reset", "thread_affinity_offset",
-)  # fmt: skip
 
 
 def make_envs(args: Args, num_envs: int) -> VectorEnv:
@@ -596,26 +568,39 @@ def make_envs(args: Args, num_envs: int) -> VectorEnv:
     has a button FIRE, the first of them presses it. After 108,000 frames, half an hour, it is cut. For the
     learner, a lost life ends an episode (see `LostLives`).
     """
+    import ale_py  # noqa: F401 - registers the games
     from ale_py.vector_env import AtariVectorEnv
 
-    settings = gym.spec(args.env_id).kwargs | {"frameskip": 4, "reward_clipping": False}
-    settings |= {"num_envs": num_envs, "num_threads": min(args.num_threads, num_envs)}
-    settings |= json.loads(args.env_kwargs)
-    envs = AtariVectorEnv(**settings)
+    settings = dict(gym.spec(args.env_id).kwargs)
+    if "game" not in settings:
+        raise Refused(f"{args.env_id} is not an Atari game: use ppo.py or ppo_continuous.py")
+    settings.pop("frameskip", None)
+    # What is named here is the protocol. Python refuses another value of it in --env-kwargs.
+    envs = AtariVectorEnv(
+        **(settings | json.loads(args.env_kwargs)),
+        num_envs=num_envs,
+        num_threads=min(args.num_threads, num_envs),
+        frameskip=4,
+        episodic_life=False,
+        life_loss_info=False,
+        reward_clipping=False,
+        autoreset_mode=AutoresetMode.SAME_STEP,
+    )
     buttons = [action.name for action in envs.ale.get_action_set()]
-    button = buttons.index("FIRE") if "FIRE" in buttons else 0
-    return LostLives(gym.wrappers.vector.RecordEpisodeStatistics(envs), button, args.clip_rewards)
+    return LostLives(envs, buttons.index("FIRE") if "FIRE" in buttons else None)
 
 
 class LostLives(gym.vector.VectorWrapper):
-    """Ends an episode at each lost life, while the game continues, and clips rewards to their signs.
+    """Ends an episode at each lost life, while the game continues.
 
-    In the step after a lost life, the action is replaced by `button`: some games wait for FIRE then.
+    In the step after it, the button FIRE is pressed in place of the action, if the game has one, since some
+    games wait for it. `info` says where a game is over, and where FIRE was pressed: "game_over" and "forced".
     """
 
-    def __init__(self, envs: VectorEnv, button: int, clip_rewards: bool):
+    def __init__(self, envs: VectorEnv, fire: int | None):
         super().__init__(envs)
-        self.button, self.clip_rewards = button, clip_rewards
+        self.fire = fire
+        self.metadata = envs.metadata | {"render_modes": ["rgb_array"]}  # `evaluate` makes a video
 
     def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
         obs, info = self.env.reset(**kwargs)
@@ -623,11 +608,19 @@ class LostLives(gym.vector.VectorWrapper):
         return obs, info
 
     def step(self, actions: np.ndarray) -> tuple:
-        actions = np.where(self.lost, self.button, actions)
-        obs, rewards, terminated, truncated, info = self.env.step(actions)
-        self.lost, self.lives = info["lives"] < self.lives, info["lives"]
-        rewards = np.sign(rewards) if self.clip_rewards else rewards
-        return obs, rewards, terminated | self.lost, truncated, info
+        forced = self.lost if self.fire is not None else np.zeros(self.num_envs, bool)
+        obs, rewards, terminated, truncated, info = self.env.step(np.where(forced, self.fire or 0, actions))
+        game_over = terminated | truncated  # the lives are then those of the next game
+        self.lost, self.lives = (info["lives"] < self.lives) & ~game_over, info["lives"]
+        more = {"game_over": game_over, "forced": forced}
+        return obs, rewards, terminated | self.lost, truncated, info | more
+
+
+def make_eval_env(args: Args) -> VectorEnv:
+    """The games of the evaluation, made before training: what fails there fails at once."""
+    if args.capture_video and not find_spec("moviepy"):
+        raise Refused("--capture-video needs: pip install moviepy")
+    return make_envs(args, args.eval_episodes)
 
 
 # ------------------------------------------------- Logging and checkpoints ---------------------------------
@@ -636,23 +629,23 @@ class LostLives(gym.vector.VectorWrapper):
 class Run:
     """The folder of a run: its curves for TensorBoard, and its checkpoint."""
 
-    def __init__(self, args: Args, agent: Agent, optimizer: Adam, state: State):
-        self.args, self.agent, self.optimizer, self.state = args, agent, optimizer, state
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-        self.path = Path(args.resume or Path("runs", re.sub(r"[^\w.-]+", "_", name), "checkpoint.pt"))
-        folder = self.path.parent
+    def __init__(self, path: Path, args: Args, agent: Agent, optimizer: Adam, state: State):
+        self.path, self.args, self.agent, self.optimizer, self.state = path, args, agent, optimizer, state
+        folder = path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lock_file = lock_folder(folder)
         if args.track:
             import wandb
 
-            wandb.init(name=folder.name, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
+            wandb.init(name=folder.name, config=vars(args), sync_tensorboard=True, reinit="finish_previous")
         print(f"{args.env_id}: {state.global_step:,} of {args.total_timesteps:,.0f} steps, seed {args.seed}")
-        print(f"checkpoint {self.path}, curves: tensorboard --logdir runs", flush=True)
+        print(f"checkpoint {path}, curves: tensorboard --logdir runs", flush=True)
         self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)
         # Copies of this file, and of a program that imports it, so that `plot.py` tells changed ones apart.
-        for path in {Path(__file__), Path(sys.argv[0])}:
-            if path.suffix == ".py" and path.is_file() and not Path(folder, path.name).exists():
-                Path(folder, path.name).write_bytes(path.read_bytes())
-        self.best_path = self.path.with_name("best.pt")
+        for source in {Path(__file__), Path(sys.argv[0])}:
+            if source.suffix == ".py" and source.is_file() and not Path(folder, source.name).exists():
+                shutil.copyfile(source, Path(folder, source.name))
+        self.best_path = path.with_name("best.pt")
         # Not from the checkpoint: if the run was killed, that may be older than best.pt.
         best = load_checkpoint(self.best_path)[1]["state"] if self.best_path.exists() else {}
         state.best_return, state.best_step = best.get("best_return", -math.inf), best.get("best_step", 0)
@@ -663,7 +656,7 @@ class Run:
     def save(self) -> None:
         """Write the checkpoint of the run, and the curves up to it."""
         if self.last_save == -math.inf:  # only now: until then, a resumed run is as it was
-            rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(self.args).items())
+            rows = "\n".join(f"|{name}|{value}|" for name, value in vars(self.args).items())
             self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
         self.writer.flush()  # first, so that the curves have no gap where training resumes
         self.write(self.path)
@@ -671,10 +664,12 @@ class Run:
 
     def write(self, path: Path) -> None:
         """Write a checkpoint. If the process is killed meanwhile, the previous one is still there."""
-        content = {"args": asdict(self.args), "state": asdict(self.state), "random": torch.get_rng_state()}
+        content = {"args": vars(self.args), "state": vars(self.state)}
         content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
-        torch.save(content, path.with_suffix(".tmp"))
-        path.with_suffix(".tmp").replace(path)
+        new = path.with_suffix(".tmp")
+        torch.save(content, new)
+        torch.load(new, weights_only=True)  # what cannot be loaded fails now, not after hours
+        new.replace(path)
 
     def log(self, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
         """Log an iteration, print progress, and save after the first and then every minute.
@@ -682,9 +677,7 @@ class Run:
         Adds the episodes to the state's returns. Raises `FloatingPointError` if the loss is not finite.
         """
         if not math.isfinite(metrics["kl"] + metrics["grad_norm"]):
-            raise FloatingPointError(
-                "NaN in the loss: a high --learning-rate, huge observations, a logit of -inf?"
-            )
+            raise FloatingPointError("NaN in the loss: is --learning-rate too high, or a logit -inf?")
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
             print("acting and learning do not compute the same policy: is a mask, or dropout, in only one?")
             self.warned = True
@@ -737,44 +730,89 @@ class Run:
             print(f"training ends: the return has reached --stop-at {args.stop_at:.10g}")
             self.stop_at_reached = True
 
-    def finish(self, envs: VectorEnv) -> dict:
+    def finish(self, env: gym.Env, show_commands: bool) -> dict:
         """Save, evaluate unless the run was stopped, and close the log. Returns the results."""
-        if self.state.global_step > self.first_step or not self.args.resume:
+        complete = self.state.global_step >= self.args.total_timesteps
+        if self.state.global_step > self.first_step or self.args.resume is None:
             self.save()
+        if show_commands:
+            print_commands(self.args, self.path, env, complete)
         state, replayed = self.state, np.zeros(0)
         average = float(np.mean(state.returns)) if state.returns else math.nan
-        was_stopped = STOP.is_set()
-        returns = np.zeros(0) if was_stopped else evaluate(self.path, self.args, envs)
+        returns = evaluate(self.path, self.args, env)  # none, if the run was stopped
         if len(returns) > 0:
             tag = "eval/final_return" if self.best_path.exists() else "eval/greedy_return"
             self.writer.add_scalar(tag, returns.mean(), state.global_step)
-        if self.best_path.exists() and not was_stopped:  # in the same games, which did not choose it
-            replayed = evaluate(self.best_path, self.args, envs)
-        if len(replayed) > 0:
+        if self.best_path.exists():  # in the same episodes, which are not those that chose it
+            replayed = evaluate(self.best_path, self.args, env)
+        if len(replayed) == len(returns) > 0:  # neither was stopped
             self.writer.add_scalar("eval/best_replayed", replayed.mean(), state.global_step)
             chosen = f"chosen after {state.best_step:,} steps for a mean return of {state.best_return:.5g}"
             both = f"it has {replayed.mean():.5g}, the last policy {returns.mean():.5g}"
-            print(f"best.pt: {chosen}; in the new games above, {both}")
+            print(f"best.pt: {chosen}; in the new episodes above, {both}")
         self.writer.close()
+        self.lock_file.close()
+        if complete or self.stop_at_reached:  # although the evaluation may have been stopped
+            STOP.clear()
         results = {"checkpoint": str(self.path), "training_return": average, "greedy_returns": returns}
         best = {"best_return": state.best_return, "best_step": state.best_step, "best_replayed": replayed}
         return results | best
 
 
+def lock_folder(folder: Path) -> IO:
+    """Lock a run's folder until the file is closed or this process ends. Raises `Refused` if it is locked."""
+    file = (folder / ".lock").open("w")
+    try:
+        import fcntl
+
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise Refused(f"the run in {folder} is still going") from None
+    except (ImportError, OSError):  # Windows, and some file systems, have no such locks
+        pass
+    return file
+
+
+def run_path(args: Args) -> Path:
+    """Where a run saves its checkpoint. An absolute path: an environment may change the current folder."""
+    if args.resume is not None:
+        path = find_checkpoint(args.resume, args.exp_name).absolute()
+        if path.name == "best.pt":
+            raise Refused("best.pt cannot be resumed: resume checkpoint.pt, or use --init best.pt")
+        return path
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    return Path("runs", re.sub(r"[^\w.-]+", "_", name), "checkpoint.pt").absolute()
+
+
+def find_checkpoint(path: str | Path, exp_name: str = Args.exp_name) -> Path:
+    """The checkpoint file of a run's folder or, for "latest", of the newest run with this --exp-name."""
+    if path == "latest":
+        name = re.escape(re.sub(r"[^\w.-]+", "_", exp_name))
+        pattern = re.compile(rf".+__{name}__\d+__[\d-]+")  # see run_path
+        runs = [file for file in Path("runs").glob("*/checkpoint.pt") if pattern.fullmatch(file.parent.name)]
+        if not runs:
+            raise Refused(f"runs/ has no checkpoint of a run with --exp-name {exp_name}")
+        path = max(runs, key=lambda file: file.parent.name.split("__")[-1])  # by date
+    return Path(path, "checkpoint.pt") if Path(path).is_dir() else Path(path)
+
+
 def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
-    """The settings and the whole content of a checkpoint. Raises `ValueError` for any other file."""
-    if Path(path).is_dir():  # of a run
-        path = Path(path, "checkpoint.pt")
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} does not exist")
+    """The settings, and the whole content, of a checkpoint. No code in it is executed."""
+    path = find_checkpoint(path)
     try:
         content = torch.load(path, map_location=device, weights_only=True)
-        if "agent" not in content:
-            raise LookupError("of a language model")
-        known = {name: value for name, value in content["args"].items() if hasattr(Args, name)}
-        return Args(**known), content
-    except (pickle.UnpicklingError, OSError, EOFError, RuntimeError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is not a checkpoint of this script") from error
+    except pickle.UnpicklingError:  # its message tells how to execute the code in a file
+        content = {}
+    if "agent" not in content:
+        raise Refused(f"{path} is not a checkpoint of this script")
+    known = {setting.name for setting in fields(Args)}
+    return Args(**{name: value for name, value in content["args"].items() if name in known}), content
+
+
+def load_start(args: Args) -> dict:
+    """The content of the checkpoint that --resume or --init names, if one does."""
+    start = args.init if args.resume is None else args.resume
+    return {} if start is None else load_checkpoint(find_checkpoint(start, args.exp_name))[1]
 
 
 def load_policy(path: str | Path, device: str = "cpu") -> Callable:
@@ -787,7 +825,7 @@ def load_policy(path: str | Path, device: str = "cpu") -> Callable:
     @torch.inference_mode()
     def policy(obs: np.ndarray) -> np.ndarray:
         log_policy, _ = agent(torch.as_tensor(obs, device=device).reshape(-1, 4, 84, 84))
-        return log_policy.argmax(-1).reshape(obs.shape[:-3]).cpu().numpy()
+        return most_likely(log_policy).reshape(obs.shape[:-3]).cpu().numpy()
 
     return policy
 
@@ -795,96 +833,118 @@ def load_policy(path: str | Path, device: str = "cpu") -> Callable:
 def evaluate(path: str | Path, args: Args, envs: VectorEnv | None = None) -> np.ndarray:
     """Play --eval-episodes games at once with the most likely actions; print and return their returns.
 
-    Without `envs`, it makes them by `make_envs`, and closes them. Random generators are left as they were:
-    training goes on as if this had not been called.
+    Without `envs`, it makes them by `make_eval_env`, and closes them. Random generators are left as they
+    were: training goes on as if this had not been called. None are returned if it was stopped, since the
+    games that had ended would be the short ones.
     """
+    path = find_checkpoint(path, args.exp_name).absolute()
     if envs is None:
-        envs = make_envs(args, args.eval_episodes)
-        returns = evaluate(path, args, envs)
-        envs.close()
-        return returns
-    seed = hash_seed(args.seed) % 2**29 + 2**30  # games that training has not seen
+        envs = make_eval_env(args)
+        result = evaluate(path, args, envs)
+        close(envs)
+        return result
+    seed = hash_seed(args.seed, 2**40)  # games that training has not seen
     frames = []  # of the first game
-    returns = np.full(args.eval_episodes, np.nan)
+    totals, returns = np.zeros(args.eval_episodes), np.full(args.eval_episodes, np.nan)
     with isolated_random_numbers(seed):
         policy = load_policy(path, args.device)
         obs, _ = envs.reset(seed=seed)
         while np.isnan(returns).any() and not STOP.is_set():
             if args.capture_video and np.isnan(returns[0]):
                 frames.append(np.repeat(obs[0, -1, :, :, None], 3, -1))
-            obs, _, _, _, info = envs.step(policy(obs))
-            if "episode" in info:
-                first = info["_episode"] & np.isnan(returns)
-                returns[first] = info["episode"]["r"][first]
+            obs, rewards, _, _, infos = envs.step(policy(obs))
+            totals += rewards
+            first = infos["game_over"] & np.isnan(returns)
+            returns[first] = totals[first]
     if STOP.is_set():
         return np.zeros(0)
     if args.capture_video:
         from gymnasium.utils.save_video import save_video
 
-        folder = str(Path(path).with_name("best_videos" if Path(path).name == "best.pt" else "videos"))
+        folder = str(path.with_name("best_videos" if path.name == "best.pt" else "videos"))
         save_video(frames, folder, fps=15)
         print(f"videos: {folder}")
     steps = load_checkpoint(path)[1]["state"]["global_step"]
-    shown = f"{np.mean(returns):.5g} ± {np.std(returns):.3g} with the most likely actions"
-    print(f"evaluation return {shown}, after {steps:,} steps")
+    shown = f"{np.mean(returns):.5g} +/- {np.std(returns):.3g} in {len(returns)} games"
+    print(f"evaluation return {shown} with the most likely actions, after {steps:,} steps")
     return returns
+
+
+def close(env: gym.Env | VectorEnv) -> None:
+    """Close environments that are no longer needed. If that fails, show the error and go on."""
+    try:
+        env.close()
+    except Exception:
+        traceback.print_exc()
 
 
 def parse_args() -> Args:
     """The settings of the command line; with --resume or --evaluate, the others are the checkpoint's."""
-    if {"True", "False"} & {*sys.argv}:
-        raise ValueError("write --track or --no-track, for example, without True or False")
     parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [PPO]")[0])
     args = parse()
-    if args.resume and args.evaluate:
-        raise ValueError("--resume and --evaluate cannot be combined")
-    if "" in (args.resume, args.evaluate):
-        raise ValueError("--resume and --evaluate need the path of a checkpoint")
-    if path := args.resume or args.evaluate:
-        saved, content = load_checkpoint(path)
-        of_this_run = "resume", "evaluate", "track", "capture_video", "device", "num_threads"
-        args = parse(default=replace(saved, **{name: getattr(Args, name) for name in of_this_run}))
-        steps = content["state"]["global_step"]
-        if args.resume and steps >= args.total_timesteps:
-            raise ValueError(f"{path} has been trained for {steps:,} steps: raise --total-timesteps")
-    check(args)
-    return args
+    if sum(path is not None for path in (args.resume, args.evaluate, args.init)) > 1:
+        raise Refused("--resume, --evaluate and --init cannot be combined")
+    if args.resume is None and args.evaluate is None:
+        return args
+    path = find_checkpoint(args.evaluate if args.resume is None else args.resume, args.exp_name)
+    saved, content = load_checkpoint(path)
+    of_this_run = "resume", "evaluate", "init", "track", "capture_video", "device", "num_threads"
+    args = parse(default=replace(saved, **{name: getattr(Args, name) for name in of_this_run}))
+    steps = content["state"]["global_step"]
+    if args.resume is not None and steps >= args.total_timesteps:
+        raise Refused(f"{path} has been trained for {steps:,} steps: raise --total-timesteps")
+    return replace(args, resume=args.resume and str(path), evaluate=args.evaluate and str(path))
 
 
-def print_commands(args: Args, path: str) -> None:
+def print_commands(args: Args, path: Path, env: gym.Env, complete: bool) -> None:
     """Say how to resume a run, to watch its agent, and to check it."""
-    script = Path(sys.argv[0])
-    module = f" --env-id {args.env_id}" if ":" in args.env_id else ""  # a checkpoint imports none by itself
-    step, total = load_checkpoint(path)[1]["state"]["global_step"], args.total_timesteps
-    steps = f" --total-timesteps {total * (step // total + 1):.0f}" if step >= total else ""
-    print(f"resume: python {script} --resume {path}{module}{steps}")
-    print(f"watch:  python {script} --evaluate {path}{module} --capture-video")
+    script, file = Path(sys.argv[0]), str(path)
+    module = ["--env-id", args.env_id] if ":" in args.env_id else []  # a checkpoint imports none by itself
+    more = ["--total-timesteps", "MORE"] if complete else []
+    print("resume:", shlex.join(["python", str(script), "--resume", file, *module, *more]))
+    if "rgb_array" in (env.metadata.get("render_modes") or []):
+        print("watch: ", shlex.join(["python", str(script), "--evaluate", file, *module, "--capture-video"]))
     if (coach := script.with_name("coach.py")).exists():  # not beside a copy
-        print(f"check:  python {coach} check {Path(path).parent}")
+        print("check: ", shlex.join(["python", str(coach), "check", str(path.parent)]))
 
 
 def stop(*_: Any) -> None:
-    """End training after this iteration, and save; a second Ctrl-C stops at once."""
-    os.write(2, b"stopping after this iteration; a second Ctrl-C stops at once, without saving it\n")
+    """End training after this iteration and save, or end the evaluation; a second Ctrl-C stops at once."""
+    # Not print, which the signal may have interrupted.
+    os.write(2, b"stopping after this iteration or evaluation step; a second Ctrl-C stops at once, unsaved\n")
     STOP.set()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    begun = time.monotonic()
+
+    def stop_at_once(*_: Any) -> None:
+        if time.monotonic() - begun > 1:  # sooner, it is the same Ctrl-C again, passed on by `timeout`
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, stop_at_once)
 
 
 def main() -> None:
-    """The command line. Invalid settings end with exit status 2, and a run that was stopped with 130."""
+    """The command line. The exit status is 2 for what is refused, and 130 for a run that was stopped."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    STOP.clear()
     try:
         args = parse_args()
-    except (ValueError, OSError, ImportError, gym.error.Error) as error:
+        # A program that imports this file may divide the work among processes; the file alone does not.
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and __name__ == "__main__":
+            raise Refused("torchrun would train the same run in each process")
+        for number in handlers:
+            signal.signal(number, stop)
+        if args.evaluate is not None:
+            evaluate(args.evaluate, args)
+        else:
+            train(args, show_commands=True)
+    except Refused as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
-    if args.evaluate:
-        evaluate(args.evaluate, args)
-        return
-    STOP.clear()
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
-    print_commands(args, train(args)["checkpoint"])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     if STOP.is_set():
+        STOP.clear()
         sys.exit(130)
 
 

@@ -34,27 +34,30 @@ Shapes: T steps per rollout, N environments, D numbers per observation, A per ac
 """
 
 import io
+import json
 import math
 import os
 import pickle
 import random
 import re
+import shlex
 import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
-from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import IO, Any, Literal, NamedTuple
 
+import gymnasium as gym
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -68,64 +71,61 @@ from torch.utils.tensorboard import SummaryWriter
 class Args:  # the trailing comments become --help
     exp_name: str = Path(sys.argv[0]).stem or "ppo_gpu"  # part of the run folder's name
     seed: int = 1  # random seed; on the CPU, runs with the same seed are identical
-    resume: str | None = None  # resume from this checkpoint; flags override its settings
-    evaluate: str | None = None  # only evaluate this checkpoint, greedily
+    resume: str | None = None  # resume from this checkpoint or `latest`; flags override its settings
+    evaluate: str | None = None  # only evaluate this checkpoint or `latest`, greedily
+    init: str | None = None  # start a new run from the networks and normalisers of this checkpoint
+    eval_every: float = 0  # also evaluate every so many steps (0: never); best.pt has the best mean return
+    stop_at: float | None = None  # end training once an evaluation of --eval-every reaches this mean return
     capture_video: bool = False  # record an episode of the evaluation in the run folder (needs moviepy)
-    track: bool = False  # mirror TensorBoard to Weights & Biases, to its WANDB_PROJECT (needs wandb)
+    track: bool = False  # also log to Weights & Biases, to its WANDB_PROJECT (needs wandb)
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda or mps
+    num_threads: int = 1  # CPU threads of PyTorch: for small networks, one is fastest
     cuda_graphs: bool = True  # record CUDA graphs; switch it off to debug, or if a change cannot be recorded
     compile: bool = False  # on a CPU, compile the gradient step: faster after some 20 s (PyTorch >= 2.13)
     keep_every: float | None = None  # keep a checkpoint every so many transitions, beside the last one
-    eval_every: float = 0  # also evaluate every so many steps (0: never); best.pt has the best mean return
-    stop_at: float | None = None  # end training once an evaluation of --eval-every reaches this mean return
 
     # Environment
     env_id: str = "Pendulum"  # Pendulum, a name of MuJoCo Playground, or `module:MyClass`
+    env_kwargs: str = "{}"  # arguments of MyClass, or changes of Playground's config, as JSON
     num_envs: int = 1024  # N: environments that step in parallel, in each process
 
     # PPO
-    total_timesteps: float = 1_000_000  # total number of transitions; 1e6 is fine
+    total_timesteps: float = 1_000_000  # total number of transitions, also as 1e6
     num_steps: int = 16  # T: steps of each environment per rollout
-    learning_rate: float = 1e-3  # Adam's step size, decayed linearly to 0 (not with --desired-kl)
+    learning_rate: float = 1e-3  # Adam's step size; with --desired-kl, the first one
+    anneal_lr: bool = True  # decay the learning rate linearly to 0 (not with --desired-kl)
     desired_kl: float | None = None  # adapt the learning rate to hold this KL divergence (0.01, in nats)
     gamma: float = 0.95  # γ: discount factor
     gae_lambda: float = 0.95  # λ: trades bias (0) against variance (1) of the advantages
     update_epochs: int = 10  # K: passes over each rollout
     num_minibatches: int = 8  # minibatches per epoch, one gradient step each
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
+    clip_vloss: bool = False  # also clip the change of the value to ±ε
     ent_coef: float = 0.0  # c₂: weight of the entropy bonus
     vf_coef: float = 0.5  # c₁: weight of the value loss, ½ (V - return)²
     max_grad_norm: float = 1.0  # clip the gradient to this global norm
+    norm_obs: bool = True  # normalise observations by running mean and std
+    norm_rewards: bool = True  # divide rewards by the running std of the discounted return
     init_log_std: float = -0.5  # initial log standard deviation of actions
-    hidden_size: int = 64  # width of the two hidden layers of the actor, and of the critic
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds plain Python numbers
-                setattr(self, name, value.item())
-            if isinstance(value, Path):
-                setattr(self, name, str(value))
-        for name in ("resume", "evaluate"):  # a run folder is accepted, too
-            path = getattr(self, name)
-            if path and Path(path).is_dir():
-                setattr(self, name, str(Path(path, "checkpoint.pt")))
+    activation: Literal["elu", "tanh", "relu", "silu"] = "elu"  # activation function of the hidden layers
+    hidden_sizes: tuple[int, ...] = (64, 64)  # widths of the hidden layers of actor and critic
 
 
-# Limits of the settings, both included. With more than 30 epochs, or ε above 0.3, the policy moves too far
-# from the one that collected the data. To study what is refused, change this table in your program. A number
-# of your own in Args is checked once it has an entry here.
+# Allowed values, limits included. With more than 30 epochs, or ε above 0.3, the policy moves too far from the
+# one that collected the data. To study what is refused, change this table in your program. A setting that you
+# add is checked if it has an entry here.
 BOUNDS = {
-    "seed": (0, 2**31), "num_envs": (1, math.inf), "num_steps": (1, math.inf), "total_timesteps": (1, 1e15),
-    "keep_every": (1, math.inf), "eval_every": (0, math.inf), "stop_at": (-1e15, 1e15),
-    "learning_rate": (0, 1), "desired_kl": (1e-6, 10), "gamma": (0, 1), "gae_lambda": (0, 1),
-    "update_epochs": (1, 30), "num_minibatches": (1, math.inf), "clip_coef": (1e-3, 0.3),
-    "ent_coef": (0, 100), "vf_coef": (0, 100), "max_grad_norm": (1e-6, math.inf), "init_log_std": (-10, 2),
-    "hidden_size": (1, 2**16),
+    "seed": (0, 2**31), "eval_every": (0, math.inf), "stop_at": (-1e15, 1e15), "num_threads": (1, 1024),
+    "keep_every": (1, math.inf), "num_envs": (1, math.inf), "num_steps": (1, math.inf),
+    "total_timesteps": (1, 1e15), "learning_rate": (0, 1), "desired_kl": (1e-6, 10), "gamma": (0, 1),
+    "gae_lambda": (0, 1), "update_epochs": (1, 30), "num_minibatches": (1, math.inf),
+    "clip_coef": (1e-3, 0.3), "ent_coef": (0, 100), "vf_coef": (0, 100), "max_grad_norm": (1e-6, math.inf),
+    "init_log_std": (-10, 2),
 }  # fmt: skip
 
 # Defaults for all other environments. γ and the learning rate are those of Playground for its control suite.
 OTHERS = Args(num_envs=2048, num_steps=32, total_timesteps=30_000_000, gamma=0.995, update_epochs=8,
-              num_minibatches=16, hidden_size=256)  # fmt: skip
+              num_minibatches=16, hidden_sizes=(256, 256))  # fmt: skip
 # As torchrun sets them: how many processes there are, the number of this one, and that among its machine's.
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
 RANK = int(os.environ.get("RANK", 0)) if PROCESSES > 1 else 0
@@ -136,13 +136,17 @@ if PROCESSES > 1 and torch.cuda.device_count() > LOCAL_RANK:
 # ------------------------------------------------- Networks -------------------------------------------------
 
 
-def mlp(inputs: int, hidden: int, outputs: int, last_gain: float) -> nn.Sequential:
-    """Two ELU layers and a linear one, with orthogonal weights and zero biases ([37], detail 2)."""
-    layers = nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)
-    for layer, gain in zip(layers, (math.sqrt(2), math.sqrt(2), last_gain), strict=True):
-        nn.init.orthogonal_(layer.weight, gain)
+def mlp(inputs: int, outputs: int, last_gain: float, args: Args) -> nn.Sequential:
+    """Hidden layers and a linear one, with orthogonal weights and zero biases ([37], detail 2)."""
+    function = {"elu": nn.ELU, "tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}[args.activation]
+    sizes, layers = [inputs, *args.hidden_sizes, outputs], []
+    for size, next_size in pairwise(sizes):
+        layers += [nn.Linear(size, next_size), function()]
+    layers.pop()  # none after the last layer
+    for layer in layers[::2]:
+        nn.init.orthogonal_(layer.weight, last_gain if layer is layers[-1] else math.sqrt(2))
         nn.init.zeros_(layer.bias)
-    return nn.Sequential(layers[0], nn.ELU(), layers[1], nn.ELU(), layers[2])
+    return nn.Sequential(*layers)
 
 
 class RunningMoments(nn.Module):
@@ -172,14 +176,21 @@ class Agent(nn.Module):
         super().__init__()
         self.sizes = nn.Buffer(torch.tensor([obs_size, actor_obs_size, action_size]))  # for load_policy
         self.actor_obs_size = actor_obs_size  # the critic may see more (Pinto et al. 2017, arXiv:1710.06542)
-        self.actor = mlp(actor_obs_size, args.hidden_size, action_size, last_gain=0.01)  # near 0 at first
+        self.actor = mlp(actor_obs_size, action_size, 0.01, args)  # means near 0
         self.log_std = nn.Parameter(args.init_log_std * torch.ones(action_size))  # the same in all states
-        self.critic = mlp(obs_size, args.hidden_size, 1, last_gain=1.0)
+        self.critic = mlp(obs_size, 1, 1.0, args)
         self.obs_moments, self.return_moments = RunningMoments(obs_size), RunningMoments(1)
+        self.norm_obs = args.norm_obs
 
     def normalize(self, obs: Tensor) -> Tensor:
-        """Raw observations [..., D] as the networks see them: (x - mean) / std within ±10."""
-        return ((obs - self.obs_moments.mean) * torch.rsqrt(self.obs_moments.var + 1e-8)).clamp(-10, 10)
+        """Raw observations [..., D] as the networks see them: (x - mean) / std within ±10, or unchanged.
+
+        The std is at least 0.01, so that a number that was constant so far may begin to change.
+        """
+        if not self.norm_obs:
+            return obs
+        mean, std = self.obs_moments.mean, self.obs_moments.var.sqrt().clamp(min=1e-2)
+        return ((obs - mean) / std).clamp(-10, 10)
 
     def policy(self, obs: Tensor) -> Tensor:
         """π(·|s), as means and log standard deviations [..., 2A], for normalised observations [..., D]."""
@@ -192,6 +203,21 @@ class Agent(nn.Module):
 
 
 # ------------------------------------------------- Equations ------------------------------------------------
+
+
+# `Agent.policy` and these five functions are all that knows the distribution of actions.
+
+
+def sample(policy: Tensor) -> Tensor:
+    """Actions [N, A] drawn from π(·|s) [N, 2A]."""
+    means, log_stds = policy.chunk(2, -1)
+    return means + log_stds.exp() * torch.randn_like(means)
+
+
+def most_likely(policy: Tensor) -> Tensor:
+    """The most likely actions [..., A] of π(·|s) [..., 2A]: the means."""
+    means, _ = policy.chunk(2, -1)
+    return means
 
 
 def log_prob(policy: Tensor, actions: Tensor) -> Tensor:
@@ -207,6 +233,14 @@ def entropy(policy: Tensor) -> Tensor:
     return (log_stds + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
 
 
+def kl_divergence(old_policy: Tensor, policy: Tensor) -> Tensor:
+    """KL(π_old ‖ π) = Σ_i (log σ_i - log σ'_i + (σ'_i² + (μ'_i - μ_i)²) / 2σ_i² - ½) [B], with ' for old."""
+    old_means, old_log_stds = old_policy.chunk(2, -1)
+    means, log_stds = policy.chunk(2, -1)
+    squares = (2 * old_log_stds).exp() + (old_means - means).square()
+    return (log_stds - old_log_stds + 0.5 * squares / (2 * log_stds).exp() - 0.5).sum(-1)
+
+
 def compute_gae(
     rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, truncated: Tensor,
     gamma: float, gae_lambda: float,
@@ -217,60 +251,70 @@ def compute_gae(
         A_t = δ_t + γλ (1 - (terminated_t ∨ truncated_t)) A_{t+1}
         return_t = A_t + V(s_t), the critic's target
 
-    Both kinds of end stop the sum, but at a time limit (truncated) V(s_{t+1}) still counts ([Limits]).
-    So `next_values` are those of the states that the steps led to, before any reset. All tensors are [T, N].
+    All tensors are [T, N]. s_{t+1} is the state that step t led to, also where it ended the episode. Both
+    kinds of end stop the sum, but at a time limit (truncated) V(s_{t+1}) still counts ([Limits]).
     """
-    next_values = next_values.masked_fill(terminated, 0)  # not a product: 0 * NaN is NaN
+    next_values = torch.where(terminated, 0, next_values)  # not a product: 0 * NaN is NaN
     deltas = rewards + gamma * next_values - values
-    ended = terminated | truncated
-    advantages, following = torch.zeros_like(values), torch.zeros_like(values[0])
-    for t in reversed(range(len(rewards))):
-        following = deltas[t] + gamma * gae_lambda * following.masked_fill(ended[t], 0)
-        advantages[t] = following
+    discounts = gamma * gae_lambda * ~(terminated | truncated)
+    advantages = torch.zeros_like(deltas)
+    advantage = torch.zeros_like(deltas[0])  # A_T = 0: what follows the rollout is in V(s_T)
+    for t in reversed(range(len(deltas))):
+        advantage = deltas[t] + discounts[t] * advantage
+        advantages[t] = advantage
     return advantages, advantages + values
 
 
 class Batch(NamedTuple):
-    """B transitions to learn from."""
+    """B transitions. To add a quantity, add a field, fill it in `make_batch`, and use it in `ppo_loss`."""
 
     obs: Tensor  # [B, D], normalised
     actions: Tensor  # [B, A]
-    old_log_probs: Tensor  # [B], log π_old(a|s)
+    old_policy: Tensor  # [B, 2A], π_old(·|s) as means and log standard deviations
+    old_values: Tensor  # [B], V_old(s)
     advantages: Tensor  # [B]
     returns: Tensor  # [B]
-    rewards: Tensor  # [B], scaled; only for a metric
+    rewards: Tensor  # [B], scaled
 
 
 @dataclass
 class State:
-    """What changes during training besides the networks."""
+    """Progress, as a checkpoint has it besides the networks and the optimizer."""
 
     global_step: int = 0  # transitions so far
     returns: list[float] = field(default_factory=list)  # of the last 100 episodes
-    episodes: dict[str, Tensor] = field(default_factory=dict)  # unfinished ones, and environments' buffers
+    episodes: dict[str, Tensor] = field(default_factory=dict)  # with which unfinished episodes go on
     best_return: float = -math.inf  # of best.pt, in the evaluation that chose it
     best_step: int = 0  # of best.pt
     last_evaluation: int = 0  # step of the last evaluation of --eval-every
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss to minimise ([PPO], equation 9, negated), and metrics."""
-    policy = agent.policy(batch.obs)
+    """The loss to minimise, and metrics: [PPO], equation 9, negated, with ½ in the value loss."""
+    policy, values = agent.policy(batch.obs), agent.value(batch.obs)
     advantages = batch.advantages - average(batch.advantages.mean())  # of the minibatches of all processes
-    advantages /= average(advantages.square().mean()).sqrt() + 1e-8
-    log_ratio = log_prob(policy, batch.actions) - batch.old_log_probs
+    advantages = advantages / (average(advantages.square().mean()).sqrt() + 1e-8)
+
+    log_ratio = log_prob(policy, batch.actions) - log_prob(batch.old_policy, batch.actions)
     ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s)
+    # L^CLIP = E[min(r A, clip(r, 1 - ε, 1 + ε) A)] ([PPO], equation 7)
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-    policy_losses = -torch.min(ratio * advantages, clipped_ratio * advantages)  # [PPO], equation 7
-    value_losses = 0.5 * (agent.value(batch.obs) - batch.returns).square()
+    policy_losses = -torch.min(ratio * advantages, clipped_ratio * advantages)
+
+    value_losses = 0.5 * (values - batch.returns).square()
+    if args.clip_vloss:  # the larger of two losses: of V, and of V clipped to V_old ± ε ([Matters], §3)
+        change = (values - batch.old_values).clamp(-args.clip_coef, args.clip_coef)
+        value_losses = torch.max(value_losses, 0.5 * (batch.old_values + change - batch.returns).square())
+
     entropies = entropy(policy)
     loss = (policy_losses + args.vf_coef * value_losses - args.ent_coef * entropies).mean()
-    with torch.no_grad():
+    with torch.no_grad():  # scalars, averaged over the gradient steps, then logged as losses/<name>
         metrics = {
             "policy_loss": policy_losses.mean(),
             "value_loss": value_losses.mean(),
             "entropy": entropies.mean(),
             "std": policy.chunk(2, -1)[1].exp().mean(),
+            "kl": kl_divergence(batch.old_policy, policy).mean(),
             "approx_kl": (ratio - 1 - log_ratio).mean(),  # k3 of Schulman 2020, "Approximating KL Divergence"
             "clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean(),
         }
@@ -281,87 +325,93 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, 
 
 
 class Rollout(NamedTuple):
-    """T steps of N environments, which are reset in the step that ends an episode. All rows are used."""
+    """T steps of N environments, which are reset in the step that ends an episode."""
 
-    obs: Tensor  # [T, N, D]
-    actions: Tensor  # [T, N, A]
-    log_probs: Tensor  # [T, N], log π(a|s) of the policy that acted
-    rewards: Tensor  # [T, N]
+    obs: Tensor  # [T, N, D], s_t
+    next_obs: Tensor  # [T, N, D], s_{t+1}, also where step t ended the episode
+    actions: Tensor  # [T, N, A], a_t, as `sample` draws it
+    policies: Tensor  # [T, N, 2A], π_old(·|s_t), as `Agent.policy` gives it
+    rewards: Tensor  # [T, N], r_t
     terminated: Tensor  # [T, N]
     truncated: Tensor  # [T, N]
-    last_obs: Tensor  # [T, N, D], of the states that the steps led to, before any reset
     sums: Tensor  # [T, 3, N]: discounted return, return and length of the episode, up to and with this step
 
 
 @torch.no_grad()
-def act(agent: Agent, obs: Tensor) -> tuple[Tensor, Tensor]:
-    """Actions [N, A] for observations [N, D], sampled from the policy, and their log π [N]."""
-    policy = agent.policy(agent.normalize(obs))
-    means, log_stds = policy.chunk(2, -1)
-    actions = means + log_stds.exp() * torch.randn_like(means)
-    return actions, log_prob(policy, actions)
-
-
-@torch.no_grad()
 def collect_rollout(
-    envs: Any, choose: Callable, obs: Tensor, sums: Tensor, args: Args
+    envs: Any, choose: Callable, current_obs: Tensor, sums: Tensor, args: Args
 ) -> tuple[Rollout, dict[str, Tensor]]:
-    """The next T steps, and by name the means of what the environments log.
+    """Act for T steps by `choose`. Returns the rollout, and the means of what the environments log, by name.
 
     Observations [N, D] and sums [3, N] become those after the steps.
     """
     rows, logs = [], []
     for _ in range(args.num_steps):
-        actions, log_probs = choose(obs)
-        following, rewards, terminated, truncated, last_obs = envs.step(actions.clone())  # theirs to change
-        shapes = [x.shape for x in (following, last_obs, rewards, terminated, truncated)]
-        if shapes != [obs.shape] * 2 + [obs.shape[:1]] * 3:  # what has other shapes may broadcast
-            raise ValueError(f"a step of {args.env_id} returned other shapes than the first one")
-        rewards, diverged = without_diverged(rewards, terminated)
+        actions, policies = choose(current_obs)
+        obs, rewards, terminated, truncated, next_obs, diverged = take_step(envs, actions)
         sums[0] *= args.gamma
         sums += torch.stack([rewards, rewards, torch.ones_like(rewards)])
-        row = obs, actions, log_probs, rewards, terminated, truncated, last_obs, sums
+        row = current_obs, next_obs, actions, policies, rewards, terminated, truncated, sums
         rows.append([x.clone() for x in row])  # memory may be used again
-        logged = {"diverged": diverged} | getattr(envs, "log", {})
-        logs.append({name: x.clone() for name, x in logged.items()})
+        logs.append({name: x.clone() for name, x in ({"diverged": diverged} | log_of(envs)).items()})
         sums.masked_fill_(terminated | truncated, 0)
-        obs.copy_(following)
+        current_obs.copy_(obs)
     return Rollout(*(torch.stack(column) for column in zip(*rows, strict=True))), mean_logs(logs)
 
 
-def without_diverged(rewards: Tensor, terminated: Tensor) -> tuple[Tensor, Tensor]:
-    """Rewards [N], with 0 where a simulation diverged: it terminated, and its reward is NaN or infinite.
+def take_step(envs: Any, actions: Tensor) -> tuple[Tensor, ...]:
+    """A step of the environments. Returns what `step` does, and where a simulation diverged [N].
 
-    And where that is [N].
+    It did where the reward, or a number of the state that the action led to, is NaN or infinite. That ends
+    the episode, with a reward of 0, if the environments terminate there, or have `reset_where`.
     """
-    diverged = terminated & ~rewards.isfinite()
-    return rewards.masked_fill(diverged, 0), diverged
+    obs, rewards, terminated, truncated, next_obs = envs.step(actions.clone())  # theirs to change
+    diverged = ~(rewards + next_obs.sum(-1)).isfinite()  # of a sum, if it is so of any number in it
+    if hasattr(envs, "reset_where"):
+        obs = envs.reset_where(diverged & ~terminated)
+        terminated = terminated | diverged
+    rewards = rewards.masked_fill(diverged & terminated & ~rewards.isfinite(), 0)
+    return obs, rewards, terminated, truncated, next_obs, diverged
 
 
 @torch.no_grad()
-def normalize_rollout(agent: Agent, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalised observations and last observations [T, N, D], and scaled rewards [T, N].
+def normalize_rollout(agent: Agent, rollout: Rollout, args: Args) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalised obs and next_obs [T, N, D], and scaled rewards [T, N]. Updates the running statistics.
 
-    Updates the running statistics. Rewards are divided by the running std of the discounted return, and
-    clipped to ±10 ([Matters], §3).
+    Observations are normalised by the statistics that acting used, before they are updated. Rewards are
+    divided by the running std, after its update, of the discounted return, and clipped to ±10 ([Matters],
+    §3).
     """
-    agent.return_moments.update(rollout.sums[:, 0].reshape(-1, 1))
-    rewards = (rollout.rewards * torch.rsqrt(agent.return_moments.var + 1e-8)).clamp(-10, 10)
-    obs, last_obs = agent.normalize(rollout.obs), agent.normalize(rollout.last_obs)
-    agent.obs_moments.update(rollout.obs.flatten(0, 1))  # only now: acting and learning use the same
-    return obs, last_obs, rewards
+    obs, next_obs = agent.normalize(rollout.obs), agent.normalize(rollout.next_obs)
+    agent.obs_moments.update(rollout.obs.flatten(0, 1))
+    rewards = rollout.rewards
+    if args.norm_rewards:
+        agent.return_moments.update(rollout.sums[:, 0].reshape(-1, 1))
+        rewards = (rewards * torch.rsqrt(agent.return_moments.var + 1e-8)).clamp(-10, 10)
+    return obs, next_obs, rewards
 
 
 @torch.no_grad()
 def make_batch(
-    agent: Agent, rollout: Rollout, obs: Tensor, last_obs: Tensor, rewards: Tensor, args: Args
+    agent: Agent, rollout: Rollout, obs: Tensor, next_obs: Tensor, rewards: Tensor, args: Args
 ) -> Batch:
-    """The transitions of a rollout, with advantages, from what `normalize_rollout` returns."""
-    values, next_values = agent.value(obs), agent.value(last_obs)
+    """The transitions of a rollout, with values and advantages of the current critic.
+
+    `obs`, `next_obs` and `rewards` are what `normalize_rollout` returned. Where the task ended an episode,
+    `next_obs` may be NaN.
+    """
+    values, next_values = agent.value(obs), agent.value(next_obs)
     ends = rollout.terminated, rollout.truncated
     advantages, returns = compute_gae(rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
-    columns = obs, rollout.actions, rollout.log_probs, advantages, returns, rewards
-    return Batch(*(column.flatten(0, 1) for column in columns))
+    return Batch(
+        obs=obs.flatten(0, 1),
+        actions=rollout.actions.flatten(0, 1),
+        old_policy=rollout.policies.flatten(0, 1),
+        old_values=values.flatten(),
+        advantages=advantages.flatten(),
+        returns=returns.flatten(),
+        rewards=rewards.flatten(),
+    )
 
 
 def compute_gradients(agent: Agent, minibatch: Batch, args: Args) -> dict[str, Tensor]:
@@ -369,19 +419,19 @@ def compute_gradients(agent: Agent, minibatch: Batch, args: Args) -> dict[str, T
     loss, metrics = ppo_loss(agent, minibatch, args)
     loss.backward()
     if PROCESSES > 1:  # one message for all of them
-        gradients = [parameter.grad for parameter in agent.parameters() if parameter.requires_grad]
+        gradients = [parameter.grad for parameter in agent.parameters() if parameter.grad is not None]
         nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
     metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-    return metrics
+    return {name: metric.detach() for name, metric in metrics.items()}
 
 
 def update(
     agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, orders: Tensor, args: Args
 ) -> dict[str, Tensor]:
-    """K epochs of gradient steps on minibatches, each by `compute`, which is `compute_gradients`.
+    """K epochs of gradient steps on minibatches, by `compute`: `compute_gradients`, compiled or not.
 
     `orders` [K, B] are those of the epochs; they are drawn outside, as a CUDA graph wants them. Returns
-    metrics: of the data, and means over the gradient steps.
+    metrics: of the batch, and means over the gradient steps.
     """
     steps = []
     for order in orders:
@@ -390,27 +440,50 @@ def update(
             optimizer.zero_grad()
             metrics = compute(agent, minibatch, args)
             if args.desired_kl is not None and steps:  # before the first step, the policy is the old one
-                adapt_learning_rate(optimizer, average(metrics["approx_kl"].clone()), args.desired_kl)
-            metrics["charts/learning_rate"] = torch.as_tensor(optimizer.param_groups[0]["lr"]).clone()
+                adapt_learning_rate(optimizer, average(metrics["kl"].clone()), args.desired_kl)
+            metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"].clone()
             optimizer.step()
             steps.append(metrics)
     means = {name: torch.stack([step[name] for step in steps]).mean() for name in steps[0]}
     means["std"] = steps[0]["std"]  # of the policy that acted
     means["first_approx_kl"] = steps[0]["approx_kl"]  # before the first step: 0, up to rounding
-    means["explained_variance"] = 1 - batch.advantages.var() / batch.returns.var()
-    means["reward_clipfrac"] = (batch.rewards.abs() >= 10).float().mean()
+    means["kl"] = steps[-1]["kl"]  # of the last minibatch, before its step
+    means |= batch_metrics(batch, args)
     return dict(zip(means, average(torch.stack([*means.values()])), strict=True))
+
+
+def batch_metrics(batch: Batch, args: Args) -> dict[str, Tensor]:
+    """How well V_old predicts the returns, and the shares of numbers clipped to ±10.
+
+    If all returns are equal, there is nothing to predict, and NaN, which is not logged.
+    """
+    errors = batch.returns - batch.old_values  # of the critic
+    variance, mean_square = batch.returns.var(correction=0), batch.returns.square().mean()
+    unexplained = errors.var(correction=0) / torch.where(variance > 1e-12 * mean_square, variance, torch.nan)
+    metrics = {"explained_variance": 1 - unexplained}
+    metrics["critic_error"] = (errors.square().mean() / mean_square).sqrt()
+    if args.norm_obs:  # where many are clipped, large ones look the same
+        metrics["obs_clipfrac"] = (batch.obs.abs() >= 10).float().mean()
+    if args.norm_rewards:
+        metrics["reward_clipfrac"] = (batch.rewards.abs() >= 10).float().mean()
+    return metrics
+
+
+def set_learning_rate(optimizer: Adam, learning_rate: float) -> None:
+    """Set it in place, as a CUDA graph wants it. Groups of your own keep their ratio to it."""
+    for group in optimizer.param_groups:
+        group["lr"].fill_(learning_rate * group["lr_ratio"])
 
 
 def adapt_learning_rate(optimizer: Adam, kl: Tensor, desired_kl: float) -> None:
     """Divide the learning rate by 1.5 if the KL divergence is more than twice the desired one ([Walk]).
 
-    Multiply it by 1.5 if the divergence is less than half. The limits are those of RSL-RL, whose divergence
-    is exact; here it is estimated on the minibatch. The rate is a tensor, which a CUDA graph can change.
+    Multiply it by 1.5 if the divergence is less than half. The limits are those of RSL-RL.
     """
-    learning_rate = optimizer.param_groups[0]["lr"]
     factor = torch.where(kl > 2 * desired_kl, 1 / 1.5, torch.where(kl < desired_kl / 2, 1.5, 1.0))
-    learning_rate.mul_(factor).clamp_(1e-5, 1e-2)
+    for group in optimizer.param_groups:
+        low, high = 1e-5 * group["lr_ratio"], 1e-2 * group["lr_ratio"]
+        group["lr"].mul_(factor).clamp_(low, high)
 
 
 def recorded(function: Callable) -> Callable:
@@ -446,115 +519,117 @@ def recorded(function: Callable) -> Callable:
     return call
 
 
-def can_record(args: Args) -> bool:
-    """Whether functions are recorded as CUDA graphs."""
-    return args.cuda_graphs and args.device == "cuda"
+def train(args: Args, envs: Any = None, eval_envs: Any = None, show_commands: bool = False) -> dict:
+    """PPO ([PPO], Algorithm 1), then a greedy evaluation. If killed, it loses a minute or an iteration.
 
-
-def train(args: Args, envs: Any = None, eval_envs: Any = None) -> dict:
-    """PPO ([PPO], Algorithm 1), then a greedy evaluation, in `envs`, or in those of `make_envs`.
-
-    With `eval_every`, evaluations need others, `eval_envs`, or those of another call of `make_envs`. Returns
-    "checkpoint" (its path), "training_return" (of the last 100 episodes), "greedy_returns", "best_return",
-    for which best.pt was chosen (-inf without one), "best_step", and "best_replayed", its returns in the
-    episodes of "greedy_returns" (empty without one). Raises `ValueError` for invalid settings. With `resume`,
-    the settings are those of `args`, too. Under torchrun, the first process logs, saves and evaluates.
+    It trains in `envs`, or in those of `make_envs`. With `eval_every`, evaluations need others, `eval_envs`.
+    Returns "checkpoint" (its path), "training_return" (of the last 100 episodes), "greedy_returns",
+    "best_return", for which best.pt was chosen (-inf without one), "best_step", and "best_replayed", its
+    returns in the episodes of "greedy_returns" (empty without one). Raises `Refused`, a `ValueError`, where
+    training would be wrong. With `resume`, settings come from `args`, not from the checkpoint. It seeds the
+    global random generators, sets PyTorch's threads, and writes to runs/. Under torchrun, the first process
+    logs, saves and evaluates.
     """
-    args = replace(args, evaluate=None)  # a copy, in which NumPy's numbers are plain ones
-    check(args)
-    if envs is None:
-        envs = make_envs(args)
-        eval_envs = make_eval_envs(args, envs) if eval_envs is None else eval_envs
-    elif args.env_id == Args.env_id and type(envs) is not Pendulums:
-        args.env_id = type(envs).__name__
-    check_envs(envs, args)
-    if args.eval_every > 0 and RANK == 0:
-        check_eval_envs(eval_envs, envs, args)
-    torch.set_float32_matmul_precision("high")  # matrix products in TF32, on GPUs that have it
-    torch.manual_seed(args.seed)  # all processes start with the same weights
-    agent = Agent(args, envs.obs_size, envs.actor_obs_size, envs.action_size).to(args.device)
-    optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
+    STOP.clear()
+    check_settings(args)
+    plain = {name: value.item() for name, value in vars(args).items() if isinstance(value, np.generic)}
+    args = replace(args, **plain)  # a checkpoint has no numbers of NumPy
+    torch.set_num_threads(args.num_threads)
+    if envs is not None and args.env_id == Args.env_id and type(envs) is not Pendulums:
+        args.env_id = type(envs).__name__  # so that a resumed run does not get other environments
+    path = run_path(args)
     state = State()
-    if PROCESSES > 1 and not dist.is_initialized():
-        # After Adam, which imports what would keep the connection open at exit.
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    saved = restore(args.resume, args, agent, optimizer, state, envs) if args.resume else None
-    seed_everything(args.seed + state.global_step)
-    with torch.no_grad():
-        obs = envs.reset().clone()
-    envs.steps.random_(int(envs.max_steps))  # spread the time limits of the environments, as RSL-RL
-    sums = torch.zeros(3, args.num_envs, device=args.device)
-    sums[1] = math.nan  # the returns of these first, shortened episodes, which are not logged
-    recordable = getattr(envs, "recordable", False)
-    state.episodes = buffers_of(envs) | ({"obs": obs, "sums": sums} if recordable else {})
-    if saved and recordable:
-        continue_episodes(state, saved)
-    learning_rate = torch.as_tensor(optimizer.param_groups[0]["lr"], device=args.device)
-    # As CUDA graphs need them, whatever the checkpoint has: the learning rate changes, so it is a tensor.
-    optimizer.param_groups[0].update(lr=learning_rate, capturable=args.device == "cuda")
+    saved = load_start(args)
+    if args.resume is not None:
+        vars(state).update(saved["state"])
+    envs, eval_envs = make_both_envs(args, envs, eval_envs)
+    seed_everything(hash_seed(args.seed, state.global_step, RANK))  # a resumed run has new episodes
+    agent = Agent(args, envs.obs_size, envs.actor_obs_size, envs.action_size).to(args.device)
+    optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)  # ε: [37], detail 3
+    for group in optimizer.param_groups:
+        group["lr_ratio"] = group["lr"] / args.learning_rate if args.learning_rate > 0 else 1
+    if saved:
+        agent.load_state_dict(saved["agent"])
+    if args.resume is not None:
+        optimizer.load_state_dict(saved["optimizer"])
+    for group in optimizer.param_groups:  # tensors, as CUDA graphs need them, whatever the checkpoint has
+        group.update(lr=torch.as_tensor(group["lr"], device=args.device), capturable=args.device == "cuda")
+    if not saved or args.learning_rate != saved["args"]["learning_rate"]:  # else an adapted one goes on
+        set_learning_rate(optimizer, args.learning_rate)
+    if PROCESSES > 1:
+        connect(agent, args)
+    current_obs, sums = begin_episodes(envs, state, args)
     compute = compiled(compute_gradients) if args.compile else compute_gradients
 
     # The parts of an iteration, as functions of tensors alone.
+    @fast_products()
+    @torch.no_grad()
     def choose(obs: Tensor) -> tuple[Tensor, Tensor]:
-        return act(agent, obs)
+        policies = agent.policy(agent.normalize(obs))
+        return sample(policies), policies
 
     def collect() -> tuple[Rollout, dict[str, Tensor]]:
-        return collect_rollout(envs, choose, obs, sums, args)
+        return collect_rollout(envs, choose, current_obs, sums, args)
 
-    def prepare(*columns: Tensor) -> Batch:
-        rollout = Rollout(*columns)
-        normalised = normalize_rollout(agent, rollout)
-        return make_batch(agent, rollout, *normalised, args)
-
+    @fast_products()
     def learn(orders: Tensor, *columns: Tensor) -> dict[str, Tensor]:
-        return update(agent, optimizer, compute, Batch(*columns), orders, args)
+        rollout = Rollout(*columns)
+        batch = make_batch(agent, rollout, *normalize_rollout(agent, rollout, args), args)
+        return update(agent, optimizer, compute, batch, orders, args)
 
-    if can_record(args):
-        if recordable:
+    if args.cuda_graphs and args.device == "cuda":
+        learn = recorded(learn)
+        if getattr(envs, "recordable", False):
             collect = recorded(collect)  # all T steps are one graph
         else:
             choose = recorded(choose)
-        prepare, learn = recorded(prepare), recorded(learn)
-    run = Run(args, agent, optimizer, state) if RANK == 0 else None
+    run = Run(path, args, agent, optimizer, state) if RANK == 0 else None
+
     while state.global_step < args.total_timesteps and not stopped(run, args):
         if args.desired_kl is None:
-            learning_rate.fill_(args.learning_rate * (1 - state.global_step / args.total_timesteps))
+            remaining = max(0, 1 - state.global_step / args.total_timesteps)
+            set_learning_rate(optimizer, args.learning_rate * (remaining if args.anneal_lr else 1))
+        begun = time.perf_counter()
         rollout, logs = collect()
-        batch = prepare(*rollout)
-        orders = [torch.randperm(len(batch.obs), device=args.device) for _ in range(args.update_epochs)]
-        metrics = learn(torch.stack(orders), *batch)
-        state.global_step += rollout.rewards.numel() * PROCESSES
-        state.episodes |= buffers_of(envs)  # again: what is not recorded may replace them
-        if run:
+        size = rollout.rewards.numel()
+        rollout.rewards[-1, -1].item()  # reading a number waits for the GPU
+        collected = time.perf_counter()
+        orders = [torch.randperm(size, device=args.device) for _ in range(args.update_epochs)]
+        tensors = learn(torch.stack(orders), *rollout)
+        metrics = dict(zip(tensors, torch.stack([*tensors.values()]).tolist(), strict=True))
+        metrics["charts/seconds_collecting"] = collected - begun
+        metrics["charts/seconds_learning"] = time.perf_counter() - collected
+        state.global_step += size * PROCESSES
+        keep_episodes(envs, state)
+        if run is not None:
             run.log(metrics, rollout, logs)
-        if run and args.eval_every > 0:
+        if run is not None and args.eval_every > 0:
             run.evaluate_if_due(eval_envs)
     if PROCESSES > 1:
-        del prepare, learn  # NCCL waits for graphs that use it
+        del learn  # NCCL waits for graphs that use it
         dist.destroy_process_group()
-    return run.finish(eval_envs if args.eval_every > 0 else envs) if run else {}
+    return {} if run is None else run.finish(eval_envs, show_commands)
 
 
 # ========================== End of PPO. What follows is what training needs around it ======================
 
 
-def average(x: Tensor) -> Tensor:
-    """The mean over all processes, in place."""
-    if PROCESSES > 1:
-        dist.all_reduce(x)
-        x /= PROCESSES
-    return x
+STOP = threading.Event()  # set by Ctrl-C and SIGTERM: training ends after the iteration
+
+
+class Refused(ValueError):  # noqa: N818
+    """Raised at the start for what would train wrongly without an error, or fail only after training."""
 
 
 def hash_seed(*numbers: int) -> int:
-    """A seed of 31 bits from several numbers."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1
+    """A seed from several numbers. Environment i gets this + i; unhashed, seeds 1 and 2 would share most."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1  # some simulators take only 31 bits
 
 
 def seed_everything(seed: int) -> None:
-    """Seed all random generators of this process; those of the others get other seeds."""
-    for function in (random.seed, np.random.seed, torch.manual_seed):
-        function((seed + 1000 * RANK) % 2**32)
+    """Seed the generators of PyTorch, and of Python and NumPy, from which some environments draw."""
+    for function in (torch.manual_seed, random.seed, np.random.seed):
+        function(seed)
 
 
 @contextmanager
@@ -575,83 +650,71 @@ def isolated_random_numbers(seed: int) -> Iterator[None]:
             np.random.set_state(numpy)  # noqa: NPY002
 
 
-def compiled(function: Callable) -> Callable:
-    """`compute_gradients`, compiled with the backward pass in it."""
-    torch._dynamo.reset()  # else the ninth run of a process would fail: what is compiled anew is counted
-    torch._dynamo.config.trace_autograd_ops = True  # lets `backward` be part of the graph
-    return torch.compile(function, fullgraph=True)  # what cannot be compiled is an error
+def connect(agent: Agent, args: Args) -> None:
+    """Connect the processes, and give all the networks of the first one."""
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    for x in agent.state_dict().values():
+        dist.broadcast(x, 0)
 
 
-STOP = threading.Event()  # set by Ctrl-C and SIGTERM: training ends after the iteration
+def average(x: Tensor) -> Tensor:
+    """The mean over all processes, in place."""
+    if PROCESSES > 1:
+        dist.all_reduce(x)
+        x /= PROCESSES
+    return x
 
 
 def stopped(run: Any, args: Args) -> bool:
     """Whether training is to end: all processes end after the same iteration. Only the first has a run."""
-    stop = STOP.is_set() or (run is not None and run.stop_at_reached)
+    reached = run is not None and run.stop_at_reached
     if PROCESSES == 1:
-        return stop
-    return average(torch.full((), float(stop), device=args.device)).item() > 0
+        return STOP.is_set() or reached
+    signalled, reached = average(torch.tensor([STOP.is_set(), reached], device=args.device).float()).tolist()
+    if signalled > 0:
+        STOP.set()
+    return signalled + reached > 0
 
 
-def check_bounds(args: Args) -> None:
-    """Raise `ValueError` where a setting is not of its type, or not within BOUNDS."""
-    types: dict[Any, Any] = {kind: kind for kind in (bool, int, str, str | None)}
-    types |= {float: int | float, float | None: int | float | None}  # 1 is a float, too
-    for name, kind in get_type_hints(Args).items():
-        value, choices = getattr(args, name), get_args(kind)
-        if get_origin(kind) is Literal and value not in choices:
-            raise ValueError(f"--{name.replace('_', '-')} must be {' or '.join(choices)}, not {value}")
-        is_flag = isinstance(value, bool) and kind is not bool  # True is an int, but it is not meant as 1
-        if is_flag or not isinstance(value, types.get(kind, object)):
-            expected = getattr(kind, "__name__", kind)
-            raise ValueError(f"--{name.replace('_', '-')} must be of type {expected}, not {value!r}")
-    for name, (low, high) in BOUNDS.items():
-        value, default = getattr(args, name), getattr(Args, name)
-        unused = value is None and default is None
-        if not unused and not low <= value <= high:
-            limits = f"from {low} to {high}" if high < math.inf else f"at least {low}"
-            raise ValueError(f"--{name.replace('_', '-')} must be {limits}, not {value}")
+@contextmanager
+def fast_products() -> Iterator[None]:
+    """Matrix products in TF32 inside the `with` block, on GPUs that have it: the networks', not physics."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def compiled(function: Callable) -> Callable:
+    """`compute_gradients`, compiled with the backward pass in it."""
+    torch._dynamo.reset()  # PyTorch limits recompilations per process, and each run compiles anew
+    torch._dynamo.config.trace_autograd_ops = True  # lets `backward` be part of the graph
+    return torch.compile(function, fullgraph=True)  # with fullgraph, what cannot be compiled is an error
 
 
 def check_settings(args: Args) -> None:
-    """Raise `ValueError` for settings with which training cannot be right."""
-    check_bounds(args)
-    size = args.num_envs * args.num_steps
-    adapted = args.desired_kl is not None and not 1e-5 <= args.learning_rate <= 1e-2
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    for wrong, reason in [
-        (4 * args.num_minibatches > size, f"--num-minibatches must be at most {size // 4} for this rollout"),
-        (adapted, "--desired-kl adapts the learning rate from 1e-5 to 0.01: --learning-rate must be there"),
-        (args.compile and args.device != "cpu", "--compile is for --device cpu; GPUs have CUDA graphs"),
-        (args.compile and PROCESSES > 1, "--compile is for one process"),
-        (args.compile and torch.__version__ < "2.13", "--compile needs PyTorch 2.13"),
-        (args.compile and not shutil.which(compiler), f"--compile needs the C++ compiler {compiler}"),
-        (args.stop_at is not None and args.eval_every == 0, "--stop-at needs --eval-every"),
-        (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
-        (Path("runs").is_file(), "runs is a file, where a folder of that name is needed"),
-    ]:
-        if wrong:
-            raise ValueError(reason)
-
-
-def check(args: Args) -> None:
-    """Raise `ValueError` for what cannot be trained or evaluated, before anything is written."""
-    if not args.evaluate:
-        check_settings(args)
-    if args.resume and Path(args.resume).name == "best.pt":
-        raise ValueError("best.pt cannot be resumed: copy it into another folder, as checkpoint.pt")
-    if args.num_envs < 1:
-        raise ValueError("--num-envs must be at least 1")
-    if args.capture_video and not find_spec("moviepy"):
-        raise ValueError("--capture-video needs: pip install moviepy")
+    """Raise `Refused` for settings that would train wrongly, or have no effect."""
+    if forgotten := {setting.name for setting in fields(args)} - {setting.name for setting in fields(Args)}:
+        raise Refused(f"checkpoints would forget {forgotten}: replace this module's Args, too")
+    for name, (low, high) in BOUNDS.items():
+        value = getattr(args, name)
+        if value is not None and not low <= value <= high:  # NaN is refused, too
+            raise Refused(f"--{name.replace('_', '-')} must be from {low} to {high}, not {value}")
+    if min(args.hidden_sizes, default=1) < 1:
+        raise Refused("--hidden-sizes must be at least 1")
+    if args.num_envs * args.num_steps < 2 * args.num_minibatches:
+        raise Refused("each minibatch needs two transitions or more: lower --num-minibatches")
+    if args.desired_kl is not None and not 1e-5 <= args.learning_rate <= 1e-2:
+        raise Refused("--desired-kl adapts the learning rate from 1e-5 to 0.01: it must start there")
+    if args.stop_at is not None and args.eval_every == 0:
+        raise Refused("--stop-at needs --eval-every")
     if args.device not in ("cpu", "cuda", "mps"):
-        raise ValueError(f"--device must be cpu, cuda or mps, not {args.device}: see CUDA_VISIBLE_DEVICES")
-    try:
-        torch.zeros((), device=args.device).item()
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {args.device} is not available; use cpu") from error
-    if args.device == "cuda" and torch.cuda.device_count() <= LOCAL_RANK:
-        raise ValueError(f"process {RANK} has no GPU: there are {torch.cuda.device_count()}")
+        raise Refused(f"--device must be cpu, cuda or mps, not {args.device}: see CUDA_VISIBLE_DEVICES")
+    if args.compile and (args.device != "cpu" or PROCESSES > 1):
+        raise Refused("--compile is for one process with --device cpu; GPUs have CUDA graphs")
 
 
 # ------------------------------------------------- Environments --------------------------------------------
@@ -666,6 +729,7 @@ class Pendulums(nn.Module):
 
     They may have:
 
+    - `reset_where`, as below: a simulation that diverges then starts anew, where it would end the run.
     - `recordable`, if tensors of `state_dict` are all that `step` changes, each in its place. Then a CUDA
       graph records all steps, and a resumed run of one process continues the episodes.
     - `state_dict`, as modules have it. Its tensors are in the checkpoint, also for an evaluation: the level
@@ -687,15 +751,15 @@ class Pendulums(nn.Module):
     def observe(self) -> Tensor:
         return torch.stack([self.angle.cos(), self.angle.sin(), self.speed], -1)
 
-    def restart(self, where: Tensor) -> None:
-        """Start new episodes where this is true [N]."""
+    def reset(self) -> Tensor:
+        """Start new episodes everywhere. Returns their first observations [N, D]."""
+        return self.reset_where(torch.ones_like(self.steps, dtype=torch.bool))
+
+    def reset_where(self, where: Tensor) -> Tensor:
+        """Start new episodes where this is true [N]. Returns the observations [N, D] of all environments."""
         self.angle.copy_(torch.where(where, math.pi * (2 * torch.rand_like(self.angle) - 1), self.angle))
         self.speed.copy_(torch.where(where, 2 * torch.rand_like(self.speed) - 1, self.speed))
         self.steps.mul_(~where)
-
-    def reset(self) -> Tensor:
-        """Start new episodes everywhere. Returns their first observations [N, D]."""
-        self.restart(torch.ones_like(self.steps, dtype=torch.bool))
         return self.observe()
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -706,7 +770,7 @@ class Pendulums(nn.Module):
 
         If a simulator does not keep the latter, as Isaac Lab, return there the observations before the step:
         at a time limit, their value stands in for that of the last state, as in RSL-RL. Where a simulation
-        diverged, terminate: a reward that is NaN or infinite counts as 0 there.
+        diverged, so that a number is NaN or infinite, terminate, or have `reset_where`.
         """
         torque = 2 * actions.squeeze(-1).clamp(-1, 1)  # N m
         error = torch.remainder(self.angle + math.pi, 2 * math.pi) - math.pi
@@ -714,46 +778,44 @@ class Pendulums(nn.Module):
         self.speed.add_(0.05 * (15 * self.angle.sin() + 3 * torque)).clamp_(-8, 8)
         self.angle.add_(0.05 * self.speed)
         self.steps.add_(1)
-        last_obs, truncated = self.observe(), self.steps >= self.max_steps
-        self.restart(truncated)
-        return self.observe(), rewards, torch.zeros_like(truncated), truncated, last_obs
+        next_obs, truncated = self.observe(), self.steps >= self.max_steps
+        return self.reset_where(truncated), rewards, torch.zeros_like(truncated), truncated, next_obs
 
 
 class Playground:
     """N environments of MuJoCo Playground. As in its training, each starts all episodes in one state."""
 
     def __init__(self, args: Args):
-        if not find_spec("mujoco_playground"):
-            raise ValueError(f"{args.env_id} needs: pip install playground, on a GPU also 'jax[cuda13]'")
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory to PyTorch
         import jax
         from mujoco_playground import registry
 
-        if args.env_id not in registry.ALL_ENVS:
-            similar = get_close_matches(args.env_id, registry.ALL_ENVS, cutoff=0)
-            raise ValueError(f"MuJoCo Playground has no {args.env_id}, but {', '.join(similar)}")
-        jax.config.update("jax_cuda_visible_devices", os.environ.get("LOCAL_RANK", "all"))
+        if PROCESSES > 1:
+            jax.config.update("jax_cuda_visible_devices", str(LOCAL_RANK))
         config = registry.get_default_config(args.env_id)
-        env = registry.load(args.env_id, config, {"impl": "jax"} if "impl" in config else None)
-        self.env, self.action_size, self.max_steps = env, env.action_size, config.episode_length
-        self.jax = jax
+        config.update({"impl": "jax"} if "impl" in config else {})
+        config.update_from_flattened_dict(json.loads(args.env_kwargs))
+        self.jax, self.env = jax, registry.load(args.env_id, config)
+        self.action_size, self.max_steps = self.env.action_size, config.episode_length
         self.steps = torch.zeros(args.num_envs, device=args.device)
-        obs = jax.eval_shape(env.reset, jax.random.key(0)).obs
-        if isinstance(obs, dict) and obs.keys() != {"state", "privileged_state"}:
-            raise ValueError(f"{args.env_id} has observations {', '.join(obs)}: only vectors are supported")
-        sizes = [part.shape[-1] for part in jax.tree.leaves(obs)]
+        parts = jax.eval_shape(self.env.reset, jax.random.key(0)).obs
+        if isinstance(parts, dict) and parts.keys() != {"state", "privileged_state"}:
+            raise Refused(f"{args.env_id} has observations {', '.join(parts)}: only vectors are supported")
+        sizes = [part.shape[-1] for part in jax.tree.leaves(parts)]
         self.obs_size, self.actor_obs_size = sum(sizes), sizes[-1]
 
         def step(state: Any, start: Any, action: Any, cut: Any) -> tuple:
-            after = env.step(state, action)
-            over = (after.done > 0) | cut
+            after = self.env.step(state, action)
+            next_obs = self.merge(after.obs)
+            terminated = (after.done > 0) | ~jax.numpy.isfinite(after.reward + next_obs.sum())
+            over = terminated | cut
             first, last = (start.data, start.obs), (after.data, after.obs)
             data, obs = jax.tree.map(lambda x, y: jax.numpy.where(over, x, y), first, last)
-            results = self.merge(obs), after.reward, after.done > 0, cut, self.merge(after.obs)
+            results = self.merge(obs), after.reward, terminated, cut, next_obs
             return after.replace(data=data, obs=obs), results, after.metrics
 
-        self.reset_one, self.step_one = env.reset, step  # of one environment
-        self.jit_reset, self.jit_step = jax.jit(jax.vmap(env.reset)), jax.jit(jax.vmap(step))
+        self.reset_one, self.step_one = self.env.reset, step  # of one environment
+        self.jit_reset, self.jit_step = jax.jit(jax.vmap(self.env.reset)), jax.jit(jax.vmap(step))
 
     def merge(self, obs: Any) -> Any:
         """In one array, what the robot sees ("state"), then what only the simulator knows."""
@@ -769,10 +831,10 @@ class Playground:
         self.steps += 1
         action, cut = map(self.jax.dlpack.from_dlpack, (actions.clamp(-1, 1), self.steps >= self.max_steps))
         self.state, results, metrics = self.jit_step(self.state, self.start, action, cut)
-        obs, rewards, terminated, truncated, last_obs = map(torch.from_dlpack, results)
+        obs, rewards, terminated, truncated, next_obs = map(torch.from_dlpack, results)
         self.log = {name: torch.from_dlpack(x) for name, x in metrics.items()}  # terms of the reward
         self.steps *= ~(terminated | truncated)
-        return obs, rewards, terminated, truncated, last_obs
+        return obs, rewards, terminated, truncated, next_obs
 
     def snapshot(self) -> Any:
         """The state of the first environment."""
@@ -785,95 +847,84 @@ class Playground:
 
 def make_envs(args: Args) -> Any:
     """N environments on the device. Put your own here, with what `Pendulums` has."""
-    seed_everything(args.seed)  # for what they draw when they are made
+    seed_everything(hash_seed(args.seed, RANK))  # for what they draw when they are made
     if ":" in args.env_id:
-        try:
-            make = resolve_name(args.env_id)
-        except (AttributeError, ImportError) as error:
-            raise ValueError(error) from error
-        return make(args)
+        return resolve_name(args.env_id)(args, **json.loads(args.env_kwargs))
     return Pendulums(args) if args.env_id == "Pendulum" else Playground(args)
 
 
-def make_eval_envs(args: Args, envs: Any) -> Any:
-    """The environments to evaluate in: with --eval-every others than `envs`, whose episodes go on."""
-    # --evaluate has the checkpoint's --eval-every, and of several processes, the first one evaluates.
-    return make_envs(args) if args.eval_every > 0 and not args.evaluate and RANK == 0 else envs
+def make_both_envs(args: Args, envs: Any, eval_envs: Any) -> tuple[Any, Any]:
+    """The environments of training and of evaluations: those that are given, or new ones, which are tried.
+
+    With --eval-every, these are others, since the episodes of training go on. The first process evaluates.
+    Raises `Refused` for environments with which training or evaluations would be wrong.
+    """
+    was_given = envs is not None
+    envs = envs if was_given else make_envs(args)
+    check_envs(envs, args)
+    if args.eval_every == 0 or RANK > 0:
+        return envs, envs
+    eval_envs = make_envs(args) if eval_envs is None and not was_given else eval_envs
+    if eval_envs is None or eval_envs is envs:
+        raise Refused("with --eval-every, train needs eval_envs: the episodes of envs must go on")
+    check_envs(eval_envs, args)
+    if eval_envs.steps.data_ptr() == envs.steps.data_ptr():
+        raise Refused("eval_envs has the tensors of envs, whose episodes must go on")
+    for name in ("obs_size", "actor_obs_size", "action_size"):
+        if getattr(eval_envs, name) != getattr(envs, name):
+            raise Refused(f"eval_envs has another {name} than envs")
+    return envs, eval_envs
 
 
+@torch.no_grad()
 def check_envs(envs: Any, args: Args) -> None:
-    """Raise `ValueError` if environments are not as `Pendulums` says, or the checkpoint is not for them."""
+    """Try a few steps. Raises `Refused` for environments that are not as `Pendulums` says."""
 
     def kind(x: Any) -> str:
         return f"{x.dtype} {[*x.shape]} on {x.device.type}" if isinstance(x, Tensor) else type(x).__name__
 
-    for name in ("obs_size", "actor_obs_size", "action_size", "max_steps", "steps"):
-        if not hasattr(envs, name):
-            raise ValueError(f"{args.env_id} has no {name}: see Pendulums")
-    if not 0 < envs.actor_obs_size <= envs.obs_size:
-        raise ValueError(f"{args.env_id}: actor_obs_size must be from 1 to obs_size, {envs.obs_size}")
-    if not float(envs.max_steps).is_integer() or envs.max_steps < 1:
-        raise ValueError(f"{args.env_id}: max_steps must be a number of steps, not {envs.max_steps}")
-    if not isinstance(envs.steps, Tensor) or envs.steps.shape != (args.num_envs,):
-        raise ValueError(f"{args.env_id}: steps must be a tensor of {args.num_envs} numbers")
+    def play() -> list[Tensor]:
+        """What three steps return. Of the same buffers, it is always the same."""
+        torch.manual_seed(0)
+        results = []
+        for _ in range(3):
+            actions = torch.randn(args.num_envs, envs.action_size, device=args.device)
+            results += [x.clone() for x in envs.step(actions)]
+        return results
+
     if args.capture_video and not (hasattr(envs, "render") and hasattr(envs, "snapshot")):
-        raise ValueError("--capture-video needs environments with snapshot and render")
-    state, again = (getattr(envs, "state_dict", dict)() for _ in range(2))
-    for name, x in state.items():
-        if not isinstance(x, Tensor) or x.data_ptr() != again[name].data_ptr():
-            raise ValueError(f"{args.env_id}: {name} of state_dict must be a tensor, and no copy of one")
+        raise Refused("--capture-video needs environments with snapshot and render")
+    if args.capture_video and not find_spec("moviepy"):
+        raise Refused("--capture-video needs: pip install moviepy")
+    buffers = buffers_of(envs)
+    if any(x.data_ptr() != buffers[name].data_ptr() for name, x in buffers_of(envs).items()):
+        raise Refused(f"{args.env_id}: state_dict must not return copies of tensors")
+    before = {name: x.clone() for name, x in buffers.items()}
     rewards = torch.zeros(args.num_envs, device=args.device)
     obs, ends = rewards.new_zeros(args.num_envs, envs.obs_size), rewards.bool()
-    buffers = {name: x.clone() for name, x in buffers_of(envs).items()}  # to be put back
-    with torch.no_grad():
-        first, before = envs.reset(), unseen_state(envs)
-        numbers = {name: [x.clone() for x in tensors] for name, (_, tensors) in before.items()}
-        results = envs.step(rewards.new_zeros(args.num_envs, envs.action_size))
-    if len(results) != 5:
-        raise ValueError(f"{args.env_id}: step must return 5 tensors, not {len(results)}")
-    names = "what reset returns", "observations", "rewards", "terminated", "truncated", "last_obs"
-    expected = obs, obs, rewards, ends, ends, obs
-    for name, value, result in zip(names, expected, (first, *results), strict=True):
-        if kind(result) != kind(value):
-            raise ValueError(f"{args.env_id}: {name} must be {kind(value)}, not {kind(result)}")
-    log = getattr(envs, "log", {})
-    if not isinstance(log, dict):
-        raise ValueError(f"{args.env_id}: log must be a dict, not {kind(log)}")
-    for name, x in log.items():
-        if not isinstance(x, Tensor) or x.device.type != args.device:
-            raise ValueError(f"{args.env_id}: log[{name!r}] must be a tensor on {args.device}, not {kind(x)}")
-    saved = {x.untyped_storage().data_ptr() for x in buffers_of(envs).values()}
-    for name, (python, tensors) in unseen_state(envs).items():
-        if name not in before or python != before[name][0]:
-            reason = f"step changes {name}, which a CUDA graph would not see: change a buffer in its place"
-            raise ValueError(f"{args.env_id}: {reason}, or set recordable = False")
-        for x, old in zip(tensors, numbers[name], strict=True):
-            if not torch.equal(x, old) and x.untyped_storage().data_ptr() not in saved:
-                reason = f"step changes {name}, which is not in state_dict: make it a buffer"
-                raise ValueError(f"{args.env_id}: {reason}, or set recordable = False")
-    restore_buffers(envs, buffers)
-    if path := args.resume or args.evaluate:
-        agent = Agent(args, envs.obs_size, envs.actor_obs_size, envs.action_size)
-        try:
-            agent.load_state_dict(load_checkpoint(path)[1]["agent"])
-        except (RuntimeError, KeyError) as error:
-            raise ValueError(f"{path} is of another script or size, or not for {args.env_id}") from error
+    first_obs = envs.reset()
+    start, outline = {name: x.clone() for name, x in buffers_of(envs).items()}, outline_of(envs)
+    results = first_obs, *envs.step(rewards.new_zeros(args.num_envs, envs.action_size))
+    names = "what reset returns", "observations", "rewards", "terminated", "truncated", "next_obs"
+    for name, expected, result in zip(names, (obs, obs, rewards, ends, ends, obs), results, strict=True):
+        if kind(result) != kind(expected):  # it may broadcast
+            raise Refused(f"{args.env_id}: {name} must be {kind(expected)}, not {kind(result)}")
+    if getattr(envs, "recordable", False):
+        for name, (content, _) in outline_of(envs).items():
+            if name not in outline or content != outline[name][0]:
+                reason = f"step changes {name}, which a CUDA graph would not see"
+                raise Refused(f"{args.env_id}: {reason}: change a buffer in its place, or recordable = False")
+        put_back(buffers_of(envs), start)
+        once = play()
+        put_back(buffers_of(envs), start)
+        if not all(map(partial(torch.allclose, rtol=1e-3, atol=1e-3, equal_nan=True), once, play())):
+            reason = "with the same state_dict, steps gave other results: make what they change a buffer"
+            raise Refused(f"{args.env_id}: {reason}, or recordable = False")
+    put_back(buffers_of(envs), before)
 
 
-def check_eval_envs(eval_envs: Any, envs: Any, args: Args) -> None:
-    """Raise `ValueError` unless one can evaluate in `eval_envs` while the episodes of `envs` go on."""
-    if eval_envs is None or eval_envs is envs:
-        raise ValueError("with --eval-every, train needs eval_envs: the episodes of envs must go on")
-    check_envs(eval_envs, args)
-    if eval_envs.steps.data_ptr() == envs.steps.data_ptr():
-        raise ValueError("eval_envs has the tensors of envs, whose episodes must go on")
-    for name in ("obs_size", "actor_obs_size", "action_size"):
-        if getattr(eval_envs, name) != getattr(envs, name):
-            raise ValueError(f"eval_envs has another {name} than envs")
-
-
-class Unseen(pickle.Pickler):
-    """Writes all of an object but the numbers in its tensors; for these, it writes which tensors they are."""
+class Outline(pickle.Pickler):
+    """Writes an object without the numbers in its tensors: of these, it writes where they are."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -886,34 +937,58 @@ class Unseen(pickle.Pickler):
         return id(x), x.data_ptr()
 
 
-def unseen_state(envs: Any) -> dict[str, tuple]:
-    """What a CUDA graph of steps does not see change: Python's values, and which tensors there are, by name.
-
-    Empty if steps are not recorded. Each value is what can be compared, and what must be kept until then.
-    """
-    if not getattr(envs, "recordable", False):
-        return {}
-    generators: dict[str, Callable] = {"random": random.getstate, "np.random": np.random.get_state}
-    parts: dict[str, Any] = {name: function() for name, function in generators.items()}
-    for prefix, module in envs.named_modules() if isinstance(envs, nn.Module) else [("", envs)]:
-        attributes: dict[str, Any] = {}
-        for kind in reversed(type(module).__mro__):  # what belongs to its classes, too
-            attributes |= {} if kind in nn.Module.__mro__ else vars(kind)
-        attributes |= getattr(module, "__dict__", {})
-        attributes |= getattr(module, "_buffers", {}) | getattr(module, "_parameters", {})
-        for name, value in attributes.items():
-            if name not in ("log", *vars(nn.Module())) and not name.startswith("__"):
-                parts[f"{prefix}.{name}".strip(".")] = value
-    found: dict[str, tuple] = {}
+def outline_of(envs: Any) -> dict[str, tuple[bytes, list[Tensor]]]:
+    """What a CUDA graph does not see change, by name: Python's values, and which tensors there are."""
+    parts: dict[str, Any] = {"random": random.getstate(), "np.random": np.random.get_state()}  # noqa: NPY002
+    for kind in reversed(type(envs).__mro__):
+        parts |= {name: value for name, value in vars(kind).items() if not name.startswith("__")}
+    parts |= vars(envs)
+    for group in ("_buffers", "_modules"):
+        parts |= parts.pop(group, {})
+    parts.pop("log", None)
+    found = {}
     for name, part in parts.items():
-        pickler = Unseen(file := io.BytesIO())
-        try:
-            pickler.dump(part)
-        except Exception:  # what cannot be written is only compared as a whole
-            found[name] = (id(part), part), []
-        else:
-            found[name] = file.getvalue(), pickler.tensors
+        outline = Outline(file := io.BytesIO())
+        with suppress(Exception):  # of what cannot be pickled, nothing is known
+            outline.dump(part)
+            found[name] = file.getvalue(), outline.tensors
     return found
+
+
+@torch.no_grad()
+def begin_episodes(envs: Any, state: State, args: Args) -> tuple[Tensor, Tensor]:
+    """Reset the environments, or go on with episodes of a checkpoint. Returns the first observations, and sums.
+
+    Time limits are spread over all environments, as in RSL-RL: these first, shortened episodes are not
+    logged. With another number of environments, with several, or if they are not recordable, episodes are
+    new, but buffers that fit are restored.
+    """
+    saved = state.episodes
+    other_sizes = put_back(buffers_of(envs), saved)
+    if other_sizes and RANK == 0:
+        print(f"of other sizes in the checkpoint, so these begin anew: {', '.join(other_sizes)}")
+    current_obs = envs.reset().clone()
+    steps = torch.randint(int(envs.max_steps), (args.num_envs,), device=args.device)
+    envs.steps.copy_(steps)
+    if not torch.equal(envs.steps.cpu().long(), steps.cpu()):  # of a property that returns a copy
+        raise Refused(f"{args.env_id}: steps must be a tensor that can be written to")
+    sums = torch.zeros(3, args.num_envs, device=args.device)
+    sums[1] = math.nan  # the returns of these first episodes
+    state.episodes = {}
+    if getattr(envs, "recordable", False) and PROCESSES == 1:
+        state.episodes = {"obs": current_obs, "sums": sums, "random": torch.get_rng_state()}
+    keep_episodes(envs, state)
+    if saved.keys() == state.episodes.keys() and not other_sizes and "random" in saved:
+        put_back(state.episodes, saved)
+        torch.set_rng_state(state.episodes["random"])
+    return current_obs, sums
+
+
+def keep_episodes(envs: Any, state: State) -> None:
+    """Keep in the state what unfinished episodes need to go on, and the environments' buffers."""
+    state.episodes |= buffers_of(envs)  # each time: what is not recorded may replace them
+    if "random" in state.episodes:
+        state.episodes["random"] = torch.get_rng_state()
 
 
 def buffers_of(envs: Any) -> dict[str, Tensor]:
@@ -921,21 +996,20 @@ def buffers_of(envs: Any) -> dict[str, Tensor]:
     return {f"envs.{name}": x.detach() for name, x in getattr(envs, "state_dict", dict)().items()}
 
 
-def restore_buffers(envs: Any, saved: dict[str, Tensor]) -> None:
-    """Put the environments' tensors in a checkpoint back, where their sizes agree, and say where not."""
-    tensors = buffers_of(envs)
-    other = [name for name in tensors if name in saved and saved[name].shape != tensors[name].shape]
-    if other and RANK == 0:
-        print(f"of other sizes in the checkpoint, so these begin anew: {', '.join(other)}")
-    put_back({name: x for name, x in tensors.items() if name in saved and name not in other}, saved)
-
-
 @torch.no_grad()
-def put_back(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
-    """Give these tensors the saved numbers."""
+def put_back(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> list[str]:
+    """Give these tensors the saved numbers. Returns the names of those that have other sizes there."""
+    other_sizes = [name for name, x in tensors.items() if name in saved and saved[name].shape != x.shape]
     for name, x in tensors.items():
-        if not torch.equal(x.cpu(), saved[name].cpu()):  # an expanded one cannot be written to
+        # An expanded one cannot be written to.
+        if name in saved and name not in other_sizes and not torch.equal(x.cpu(), saved[name].cpu()):
             x.copy_(saved[name])
+    return other_sizes
+
+
+def log_of(envs: Any) -> dict[str, Tensor]:
+    """What the environments log of a step."""
+    return getattr(envs, "log", {})
 
 
 def mean_logs(logs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -953,23 +1027,23 @@ def mean_logs(logs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 class Run:
     """The folder of a run: its curves for TensorBoard, and its checkpoint."""
 
-    def __init__(self, args: Args, agent: Agent, optimizer: Adam, state: State):
-        self.args, self.agent, self.optimizer, self.state = args, agent, optimizer, state
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-        self.path = Path(args.resume or Path("runs", re.sub(r"[^\w.-]+", "_", name), "checkpoint.pt"))
-        folder = self.path.parent
+    def __init__(self, path: Path, args: Args, agent: Agent, optimizer: Adam, state: State):
+        self.path, self.args, self.agent, self.optimizer, self.state = path, args, agent, optimizer, state
+        folder = path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lock_file = lock_folder(folder)
         if args.track:
             import wandb
 
-            wandb.init(name=folder.name, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
+            wandb.init(name=folder.name, config=vars(args), sync_tensorboard=True, reinit="finish_previous")
         print(f"{args.env_id}: {state.global_step:,} of {args.total_timesteps:,.0f} steps, seed {args.seed}")
-        print(f"checkpoint {self.path}, curves: tensorboard --logdir runs", flush=True)
+        print(f"checkpoint {path}, curves: tensorboard --logdir runs", flush=True)
         self.writer = SummaryWriter(str(folder), purge_step=state.global_step + 1)
         # Copies of this file, and of a program that imports it, so that `plot.py` tells changed ones apart.
-        for path in {Path(__file__), Path(sys.argv[0])}:
-            if path.suffix == ".py" and path.is_file() and not Path(folder, path.name).exists():
-                Path(folder, path.name).write_bytes(path.read_bytes())
-        self.best_path = self.path.with_name("best.pt")
+        for source in {Path(__file__), Path(sys.argv[0])}:
+            if source.suffix == ".py" and source.is_file() and not Path(folder, source.name).exists():
+                shutil.copyfile(source, Path(folder, source.name))
+        self.best_path = path.with_name("best.pt")
         # Not from the checkpoint: if the run was killed, that may be older than best.pt.
         best = load_checkpoint(self.best_path)[1]["state"] if self.best_path.exists() else {}
         state.best_return, state.best_step = best.get("best_return", -math.inf), best.get("best_step", 0)
@@ -980,7 +1054,7 @@ class Run:
     def save(self) -> None:
         """Write the checkpoint of the run, and the curves up to it."""
         if self.last_save == -math.inf:  # only now: until then, a resumed run is as it was
-            rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(self.args).items())
+            rows = "\n".join(f"|{name}|{value}|" for name, value in vars(self.args).items())
             self.writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
         self.writer.flush()  # first, so that the curves have no gap where training resumes
         self.write(self.path)
@@ -988,32 +1062,33 @@ class Run:
 
     def write(self, path: Path) -> None:
         """Write a checkpoint. If the process is killed meanwhile, the previous one is still there."""
-        content = {"args": asdict(self.args), "state": asdict(self.state), "random": torch.get_rng_state()}
+        content = {"args": vars(self.args), "state": vars(self.state)}
         content |= {"agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict()}
-        torch.save(content, path.with_suffix(".tmp"))
-        path.with_suffix(".tmp").replace(path)
+        new = path.with_suffix(".tmp")
+        torch.save(content, new)
+        torch.load(new, weights_only=True)  # what cannot be loaded fails now, not after hours
+        new.replace(path)
 
-    def log(self, tensors: dict[str, Tensor], rollout: Rollout, logs: dict[str, Tensor]) -> None:
+    def log(self, metrics: dict[str, float], rollout: Rollout, logs: dict[str, Tensor]) -> None:
         """Log an iteration, print progress, and save after the first and then every minute.
 
         Adds the episodes to the state's returns. Raises `FloatingPointError` if the loss is not finite.
         """
-        metrics = dict(zip(tensors, torch.stack([*tensors.values()]).tolist(), strict=True))
-        buffers = torch.cat([x.flatten() for x in self.agent.buffers()])  # the running statistics
-        if not math.isfinite(metrics["approx_kl"] + metrics["grad_norm"]) or not buffers.isfinite().all():
-            raise FloatingPointError(f"NaN, or numbers that are too large: {not_finite(rollout)}")
-        if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
-            print("acting and learning do not compute the same policy: is a mask, or dropout, in only one?")
-            self.warned = True
+        statistics = torch.cat([x.flatten() for x in self.agent.buffers()])
+        if not math.isfinite(metrics["kl"] + metrics["grad_norm"]) or not statistics.isfinite().all():
+            check_numbers(rollout)
+            raise FloatingPointError("NaN in the loss: is --learning-rate too high?")
+        self.warn(metrics, rollout, logs)
         args, state, step, now = self.args, self.state, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
-        scalars |= {f"env/{name}": x.item() for name, x in logs.items() if not x.isnan()}
-        self.check_last_obs(rollout)
+        scalars |= {f"env/{name}": x.item() for name, x in logs.items()}
         _, returns, lengths = rollout.sums.unbind(1)
         ended = (rollout.terminated | rollout.truncated) & ~returns.isnan()  # of whole episodes
         if ended.any():
             finished = returns[ended].tolist()
-            state.returns = [*state.returns, *finished][-100:]
+            # 100 at random: the last ones would be those of the highest-numbered environments.
+            shuffled = np.random.default_rng(step).permutation(finished).tolist()
+            state.returns = [*state.returns, *shuffled][-100:]
             scalars["charts/episodic_return"] = np.mean(finished)
             scalars["charts/episodic_return_std"] = np.std(finished)
             scalars["charts/episodic_return_min"] = np.min(finished)
@@ -1022,7 +1097,8 @@ class Run:
             scalars["charts/episodic_length"] = lengths[ended].mean().item()
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
         for tag, value in scalars.items():
-            self.writer.add_scalar(tag, value, step)
+            if not math.isnan(value):
+                self.writer.add_scalar(tag, value, step)
         keep = args.keep_every is not None and step % args.keep_every < rollout.rewards.numel() * PROCESSES
         if keep or now - self.last_save > 60:
             self.save()
@@ -1034,8 +1110,35 @@ class Run:
             self.last_print = now
             average = f"return {np.mean(state.returns):.5g}" if state.returns else "no episode has ended yet"
             left = timedelta(seconds=round(max(args.total_timesteps - step, 0) / speed))
-            line = f"{step:>10,} steps  {average}  KL {metrics['approx_kl']:.4f}"
+            line = f"{step:>10,} steps  {average}  KL {max(metrics['kl'], 0):.4f}"
             print(f"{line}  {speed:,.0f}/s  {left} left", flush=True)
+
+    said: tuple[str, ...] = ()
+
+    def warn(self, metrics: dict[str, float], rollout: Rollout, logs: dict[str, Tensor]) -> None:
+        """Say, once each, what looks wrong in an iteration."""
+        mean, std = self.agent.obs_moments.mean.abs(), self.agent.obs_moments.var.sqrt()
+        small = ((std > 1e-5 * mean) & (std > 0) & (std < 1e-3)).nonzero().flatten().tolist()
+        limits = (rollout.truncated & ~rollout.terminated)[:-1]
+        is_acted_on = (rollout.next_obs[:-1] == rollout.obs[1:]).all(-1)
+        moved = (rollout.next_obs != rollout.obs).any(-1)[:-1]
+        texts = []
+        if metrics["first_approx_kl"] > 1e-4:  # correct runs have up to 1e-8
+            texts += ["acting and learning do not compute the same policy: is dropout in only one?"]
+        if small and self.args.norm_obs and self.last_save == -math.inf:  # in the first iteration
+            texts += [
+                f"observations {small} vary by less than 0.001, and are hardly seen: scale what matters"
+            ]
+        if limits.any() and (is_acted_on & moved)[limits].all():
+            texts += [
+                "at time limits, next_obs is what the next step acts on: right only if the task goes on"
+            ]
+        if logs["diverged"] > 0:
+            texts += ["simulations diverge; where one did, a new episode starts: see env/diverged"]
+        for text in texts:
+            if text not in self.said:
+                print(text)
+                self.said += (text,)
 
     def evaluate_if_due(self, env: Any) -> None:
         """Evaluate if it is due by --eval-every, or training is complete. Keep the best policy in best.pt.
@@ -1063,94 +1166,109 @@ class Run:
             print(f"training ends: the return has reached --stop-at {args.stop_at:.10g}")
             self.stop_at_reached = True
 
-    ends_are_checked = False
-
-    def check_last_obs(self, rollout: Rollout) -> None:
-        """Say once if the last observations of episodes seem to be of the next ones."""
-        limits = (rollout.truncated & ~rollout.terminated)[:-1]
-        same = (rollout.last_obs[:-1] == rollout.obs[1:]).all(-1)
-        if self.ends_are_checked or not limits.any():
-            return
-        self.ends_are_checked = True
-        if same[limits].all():
-            print("last_obs is what reset returned, where a time limit was reached: see step of Pendulums")
-
-    def finish(self, envs: Any) -> dict:
+    def finish(self, env: gym.Env, show_commands: bool) -> dict:
         """Save, evaluate unless the run was stopped, and close the log. Returns the results."""
-        if self.state.global_step > self.first_step or not self.args.resume:
+        complete = self.state.global_step >= self.args.total_timesteps
+        if self.state.global_step > self.first_step or self.args.resume is None:
             self.save()
+        if show_commands:
+            print_commands(self.args, self.path, env, complete)
         state, replayed = self.state, np.zeros(0)
         average = float(np.mean(state.returns)) if state.returns else math.nan
-        finished = self.stop_at_reached or state.global_step >= self.args.total_timesteps
-        returns = evaluate(self.path, self.args, envs) if finished else np.zeros(0)
+        returns = evaluate(self.path, self.args, env)  # none, if the run was stopped
         if len(returns) > 0:
             tag = "eval/final_return" if self.best_path.exists() else "eval/greedy_return"
             self.writer.add_scalar(tag, returns.mean(), state.global_step)
-        if self.best_path.exists() and finished:  # in the same episodes, which are not those that chose it
-            replayed = evaluate(self.best_path, self.args, envs)
-        if len(replayed) > 0:
+        if self.best_path.exists():  # in the same episodes, which are not those that chose it
+            replayed = evaluate(self.best_path, self.args, env)
+        if len(replayed) == len(returns) > 0:  # neither was stopped
             self.writer.add_scalar("eval/best_replayed", replayed.mean(), state.global_step)
             chosen = f"chosen after {state.best_step:,} steps for a mean return of {state.best_return:.5g}"
             both = f"it has {replayed.mean():.5g}, the last policy {returns.mean():.5g}"
             print(f"best.pt: {chosen}; in the new episodes above, {both}")
         self.writer.close()
+        self.lock_file.close()
+        if complete or self.stop_at_reached:  # although the evaluation may have been stopped
+            STOP.clear()
         results = {"checkpoint": str(self.path), "training_return": average, "greedy_returns": returns}
         best = {"best_return": state.best_return, "best_step": state.best_step, "best_replayed": replayed}
         return results | best
 
 
-def not_finite(rollout: Rollout) -> str:
-    """Where the first number of a rollout is that is not finite, or beyond 1e18, whose square may not be."""
-    last_obs = rollout.last_obs.masked_fill(rollout.terminated.unsqueeze(-1), 0)
-    columns = {"observation": rollout.obs, "action": rollout.actions, "reward": rollout.rewards}
-    found = []
-    for name, column in (columns | {"last_obs": last_obs}).items():
-        for step, env, *number in (~(column.abs() <= 1e18)).nonzero()[:1].tolist():
-            value = column[step, env, *number].item()
-            place = f"number {number[0]} of the {name}" if number else f"the {name}"
-            found.append((step, f"{place} of environment {env} is {value:g} in step {step} of the rollout"))
-    if not found:
-        if PROCESSES > 1:
-            return "the numbers of the first process are finite: look at others', or lower --learning-rate"
-        return "the environment's numbers are finite: lower --learning-rate"
-    return min(found, key=lambda pair: pair[0])[1]
+def check_numbers(rollout: Rollout) -> None:
+    """Raise `FloatingPointError` where a number is NaN, or too large for float32 to have its square."""
+    next_obs = rollout.next_obs.masked_fill(rollout.terminated.unsqueeze(-1), 0)  # unused after termination
+    columns = {"obs": rollout.obs, "action": rollout.actions, "reward": rollout.rewards, "next_obs": next_obs}
+    for name, numbers in columns.items():
+        wrong = (~(numbers.abs() < 1e15)).nonzero()
+        if len(wrong) > 0:
+            t, n, *_ = wrong[0].tolist()
+            value = numbers[tuple(wrong[0])].item()
+            raise FloatingPointError(f"{name} is {value} in step {t} of the rollout, in environment {n}")
+
+
+def lock_folder(folder: Path) -> IO:
+    """Lock a run's folder until the file is closed or this process ends. Raises `Refused` if it is locked."""
+    file = (folder / ".lock").open("w")
+    try:
+        import fcntl
+
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise Refused(f"the run in {folder} is still going") from None
+    except (ImportError, OSError):  # Windows, and some file systems, have no such locks
+        pass
+    return file
+
+
+def run_path(args: Args) -> Path:
+    """Where a run saves its checkpoint. An absolute path: an environment may change the current folder."""
+    if args.resume is not None:
+        path = find_checkpoint(args.resume, args.exp_name).absolute()
+        if path.name == "best.pt":
+            raise Refused("best.pt cannot be resumed: resume checkpoint.pt, or use --init best.pt")
+        return path
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    return Path("runs", re.sub(r"[^\w.-]+", "_", name), "checkpoint.pt").absolute()
+
+
+def find_checkpoint(path: str | Path, exp_name: str = Args.exp_name) -> Path:
+    """The checkpoint file of a run's folder or, for "latest", of the newest run with this --exp-name."""
+    if path == "latest":
+        name = re.escape(re.sub(r"[^\w.-]+", "_", exp_name))
+        pattern = re.compile(rf".+__{name}__\d+__[\d-]+")  # see run_path
+        runs = [file for file in Path("runs").glob("*/checkpoint.pt") if pattern.fullmatch(file.parent.name)]
+        if not runs:
+            raise Refused(f"runs/ has no checkpoint of a run with --exp-name {exp_name}")
+        path = max(runs, key=lambda file: file.parent.name.split("__")[-1])  # by date
+    return Path(path, "checkpoint.pt") if Path(path).is_dir() else Path(path)
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
-    """The settings and the whole content of a checkpoint. Raises `ValueError` for any other file."""
-    if Path(path).is_dir():  # of a run
-        path = Path(path, "checkpoint.pt")
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} does not exist")
+    """The settings, and the whole content, of a checkpoint. No code in it is executed."""
+    path = find_checkpoint(path)
     try:
         content = torch.load(path, map_location=device, weights_only=True)
-        if "agent" not in content:
-            raise LookupError("of a language model")
-        known = {name: value for name, value in content["args"].items() if hasattr(Args, name)}
-        return Args(**known), content
-    except (pickle.UnpicklingError, OSError, EOFError, RuntimeError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is not a checkpoint of this script") from error
+    except pickle.UnpicklingError:  # its message tells how to execute the code in a file
+        content = {}
+    if "agent" not in content:
+        raise Refused(f"{path} is not a checkpoint of this script")
+    known = {setting.name for setting in fields(Args)}
+    return Args(**{name: value for name, value in content["args"].items() if name in known}), content
 
 
-def restore(path: str, args: Args, agent: Agent, optimizer: Adam, state: State, envs: Any) -> dict:
-    """Restore all that a checkpoint has but its unfinished episodes. Returns its content."""
-    saved, content = load_checkpoint(path)
-    agent.load_state_dict(content["agent"])
-    optimizer.load_state_dict(content["optimizer"])
-    if args.learning_rate != saved.learning_rate:  # else an adapted one goes on
-        optimizer.param_groups[0]["lr"] = args.learning_rate
-    restore_buffers(envs, content["state"]["episodes"])
-    vars(state).update(content["state"])
+def load_start(args: Args) -> dict:
+    """The content of the checkpoint that --resume or --init names, if one does."""
+    start = args.init if args.resume is None else args.resume
+    if start is None:
+        return {}
+    saved, content = load_checkpoint(find_checkpoint(start, args.exp_name))
+    for name in ("norm_obs", "norm_rewards"):
+        if getattr(args, name) != getattr(saved, name):
+            raise Refused(
+                f"--{name.replace('_', '-')} must be as in {start}, whose networks have learnt with it"
+            )
     return content
-
-
-def continue_episodes(state: State, saved: dict) -> None:
-    """Go on with the unfinished episodes of a checkpoint, if the environments are as many as they were."""
-    episodes = saved["state"]["episodes"]
-    same = episodes.keys() == state.episodes.keys()
-    if same and PROCESSES == 1 and all(episodes[name].shape == x.shape for name, x in state.episodes.items()):
-        torch.set_rng_state(saved["random"])
-        put_back(state.episodes, episodes)
 
 
 class Policy(nn.Module):
@@ -1169,60 +1287,67 @@ class Policy(nn.Module):
         )
 
     def forward(self, obs: Tensor) -> Tensor:
-        means, _ = self.agent.policy(self.agent.normalize(obs)).chunk(2, -1)
-        return means
+        return most_likely(self.agent.policy(self.agent.normalize(obs)))
 
 
 def load_policy(path: str | Path, device: str = "cpu") -> Policy:
     """The policy of a checkpoint, as a module."""
     args, content = load_checkpoint(path, device)
+    if "hidden_size" in content["args"]:  # of version 0.2
+        args.hidden_sizes = (content["args"]["hidden_size"],) * 2
     agent = Agent(args, *content["agent"]["sizes"].tolist()).to(device)
     agent.load_state_dict(content["agent"])
     return Policy(agent).eval().requires_grad_(False)
 
 
 @torch.no_grad()
-def evaluate(path: str | Path, args: Args, envs: Any) -> np.ndarray:
+def evaluate(path: str | Path, args: Args, envs: Any = None) -> np.ndarray:
     """Play an episode in each environment with the most likely actions; print and return their returns.
 
-    Random generators are left as they were: training goes on as if this had not been called.
+    Without `envs`, it makes them by `make_envs`. Random generators are left as they were: training goes on as
+    if this had not been called. None are returned if it was stopped, since the episodes that had ended would
+    be the short ones.
     """
-    content = load_checkpoint(path)[1]
-    restore_buffers(envs, content["state"]["episodes"])
-    seed = args.seed + 2**30  # episodes that training has not seen
+    path = find_checkpoint(path, args.exp_name).absolute()  # an environment may change the current folder
+    if envs is None:
+        envs = make_envs(args)
+        check_envs(envs, args)
+    state = load_checkpoint(path)[1]["state"]
+    put_back(buffers_of(envs), state["episodes"])
+    seed = hash_seed(args.seed, 2**40)  # episodes that training has not seen
     mps_state = torch.mps.get_rng_state() if args.device == "mps" else None  # the next line knows CUDA's
+    returns = torch.zeros(args.num_envs, device=args.device)
+    running, snapshots, logs = torch.ones_like(returns, dtype=torch.bool), [], []
     with isolated_random_numbers(seed):
         policy = load_policy(path, args.device)
         seed_everything(seed)  # those of GPUs, too
         obs = envs.reset()
-        returns = torch.zeros(args.num_envs, device=args.device)
-        running, snapshots, logs = torch.ones_like(returns, dtype=torch.bool), [], []
-        for _ in range(int(envs.max_steps)):
-            if STOP.is_set():
-                return np.zeros(0)
+        for step in range(int(envs.max_steps)):
+            # Asking a GPU waits for it, so not in each step.
+            if STOP.is_set() or (step % 50 == 0 and not running.any()):
+                break
             if args.capture_video and running[0]:
                 snapshots.append(envs.snapshot())
             actions = policy(obs[:, : envs.actor_obs_size])
-            obs, rewards, terminated, truncated, _ = envs.step(actions.clone())  # JAX takes no views
-            rewards, _ = without_diverged(rewards, terminated)
+            obs, rewards, terminated, truncated, _, _ = take_step(envs, actions)
             returns += torch.where(running, rewards, 0)
-            log = getattr(envs, "log", {})
-            logs.append(
-                {name: x[running] if x.shape == running.shape else x.clone() for name, x in log.items()}
-            )
+            logs.append({name: x.clone() for name, x in log_of(envs).items()})
+            for name, x in logs[-1].items():
+                if x.shape == running.shape:
+                    logs[-1][name] = torch.where(running, x, torch.nan)
             running &= ~(terminated | truncated)
-            if not running.any():
-                break
     if mps_state is not None:
         torch.mps.set_rng_state(mps_state)
+    if STOP.is_set():
+        return np.zeros(0)
     if args.capture_video:
         from moviepy import ImageSequenceClip
 
-        video = str(Path(path).with_name("best_video.mp4" if Path(path).name == "best.pt" else "video.mp4"))
+        video = str(path.with_name("best_video.mp4" if path.name == "best.pt" else "video.mp4"))
         ImageSequenceClip(envs.render(snapshots), fps=30).write_videofile(video, logger=None)
         print(f"video: {video}")
-    shown = f"{returns.mean():.5g} ± {returns.std(correction=0):.3g} with the most likely actions"
-    print(f"evaluation return {shown}, after {content['state']['global_step']:,} steps")
+    shown = f"{returns.mean():.5g} +/- {returns.std(correction=0):.3g} in {len(returns)} episodes"
+    print(f"evaluation return {shown} with the most likely actions, after {state['global_step']:,} steps")
     if means := mean_logs(logs):
         print("means of its steps:", ", ".join(f"{name} {x:.3g}" for name, x in means.items()))
     return returns.cpu().numpy()
@@ -1230,82 +1355,71 @@ def evaluate(path: str | Path, args: Args, envs: Any) -> np.ndarray:
 
 def parse_args() -> Args:
     """The settings of the command line; with --resume or --evaluate, the others are the checkpoint's."""
-    if {"True", "False"} & {*sys.argv}:
-        raise ValueError("write --track or --no-track, for example, without True or False")
     parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [PPO]")[0])
     args = parse(args=[word for word in sys.argv[1:] if word not in ("-h", "--help")])
-    if args.resume and args.evaluate:
-        raise ValueError("--resume and --evaluate cannot be combined")
-    if "" in (args.resume, args.evaluate):
-        raise ValueError("--resume and --evaluate need the path of a checkpoint")
-    if path := args.resume or args.evaluate:
-        saved, content = load_checkpoint(path)
-        if ":" in saved.env_id and args.env_id != saved.env_id:
-            raise ValueError(f"{path} imports a module; if you trust it, add --env-id {saved.env_id}")
-        of_this_run = "resume", "evaluate", "track", "capture_video", "device"
-        args = parse(default=replace(saved, **{name: getattr(Args, name) for name in of_this_run}))
-        steps = content["state"]["global_step"]
-        if args.resume and steps >= args.total_timesteps:
-            raise ValueError(f"{path} has been trained for {steps:,} steps: raise --total-timesteps")
-    else:  # with the defaults that are for this environment, which --help shows, too
-        args = parse(default=Args() if args.env_id == Args.env_id else OTHERS)
-    check(args)
-    return args
+    if sum(path is not None for path in (args.resume, args.evaluate, args.init)) > 1:
+        raise Refused("--resume, --evaluate and --init cannot be combined")
+    if args.resume is None and args.evaluate is None:  # the defaults for this environment, for --help, too
+        return parse(default=Args() if args.env_id == Args.env_id else OTHERS)
+    path = find_checkpoint(args.evaluate if args.resume is None else args.resume, args.exp_name)
+    saved, content = load_checkpoint(path)
+    if ":" in saved.env_id and args.env_id != saved.env_id:
+        raise Refused(f"{path} needs a module; if you trust it, add --env-id {saved.env_id}")
+    of_this_run = "resume", "evaluate", "init", "track", "capture_video", "device", "num_threads"
+    args = parse(default=replace(saved, **{name: getattr(Args, name) for name in of_this_run}))
+    steps = content["state"]["global_step"]
+    if args.resume is not None and steps >= args.total_timesteps:
+        raise Refused(f"{path} has been trained for {steps:,} steps: raise --total-timesteps")
+    return replace(args, resume=args.resume and str(path), evaluate=args.evaluate and str(path))
 
 
-def print_commands(args: Args, path: str, can_render: bool) -> None:
+def print_commands(args: Args, path: Path, envs: Any, complete: bool) -> None:
     """Say how to resume a run, to watch its agent, and to check it."""
-    script = Path(sys.argv[0])
-    module = f" --env-id {args.env_id}" if ":" in args.env_id else ""  # a checkpoint imports none by itself
-    video = " --capture-video" if can_render else ""
-    step, total = load_checkpoint(path)[1]["state"]["global_step"], args.total_timesteps
-    steps = f" --total-timesteps {total * (step // total + 1):.0f}" if step >= total else ""
-    print(f"resume: python {script} --resume {path}{module}{steps}")
-    print(f"watch:  python {script} --evaluate {path}{module}{video}")
+    script, file = Path(sys.argv[0]), str(path)
+    module = ["--env-id", args.env_id] if ":" in args.env_id else []  # a checkpoint imports none by itself
+    more = ["--total-timesteps", "MORE"] if complete else []
+    print("resume:", shlex.join(["python", str(script), "--resume", file, *module, *more]))
+    if hasattr(envs, "render"):
+        print("watch: ", shlex.join(["python", str(script), "--evaluate", file, *module, "--capture-video"]))
     if (coach := script.with_name("coach.py")).exists():  # not beside a copy
-        print(f"check:  python {coach} check {Path(path).parent}")
+        print("check: ", shlex.join(["python", str(coach), "check", str(path.parent)]))
 
 
 def stop(*_: Any) -> None:
-    """End training after this iteration, and save; a second Ctrl-C stops at once."""
-    os.write(2, b"stopping after this iteration; a second Ctrl-C stops at once, without saving it\n")
+    """End training after this iteration and save, or end the evaluation; a second Ctrl-C stops at once."""
+    # Not print, which the signal may have interrupted.
+    os.write(2, b"stopping after this iteration or evaluation step; a second Ctrl-C stops at once, unsaved\n")
     STOP.set()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    begun = time.monotonic()
 
+    def stop_at_once(*_: Any) -> None:
+        if time.monotonic() - begun > 1:  # sooner, it is the same Ctrl-C again, passed on by `timeout`
+            raise KeyboardInterrupt
 
-def raised_here(error: BaseException) -> bool:
-    """Whether it is this file that raised it."""
-    trace = error.__traceback__
-    while trace.tb_next:
-        trace = trace.tb_next
-    return trace.tb_frame.f_globals is globals()
+    signal.signal(signal.SIGINT, stop_at_once)
 
 
 def main() -> None:
-    """The command line. Invalid settings end with exit status 2, and a run that was stopped with 130."""
+    """The command line. The exit status is 2 for what is refused, and 130 for a run that was stopped."""
     sys.path.append(".")  # where the `module:` of --env-id is looked for, too
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    STOP.clear()
     try:
         args = parse_args()
-        envs = make_envs(args)
-        eval_envs = make_eval_envs(args, envs)
-        check_envs(envs, args)
-        if eval_envs is not envs:
-            check_eval_envs(eval_envs, envs, args)
-    except (ValueError, OSError) as error:
-        if not raised_here(error):  # but in an environment
-            raise
+        for number in handlers:
+            signal.signal(number, stop)
+        if args.evaluate is not None:
+            evaluate(args.evaluate, args)
+        else:
+            train(args, show_commands=True)
+    except Refused as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
-    if args.evaluate:
-        evaluate(args.evaluate, args, envs)
-        return
-    STOP.clear()
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
-    results = train(args, envs, eval_envs)
-    if results:  # of the first process
-        print_commands(args, results["checkpoint"], hasattr(envs, "snapshot"))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     if STOP.is_set():
+        STOP.clear()
         sys.exit(130)
 
 

@@ -5,8 +5,7 @@
 
 A unit is a function, a method, the rest of a class, or an assignment, at the top level of a script. Those of
 a script's original must stand in it word for word, except those in `DIFFERENT`, which differ on purpose or
-have no place there, and those in `EARLIER`, which do not follow the original yet. Of the originals in
-`SHARED`, only the units named there are compared. Fields of settings are compared one by one, by name and
+have no place there. Of the originals in `SHARED`, only the units named there are compared. Fields of settings are compared one by one, by name and
 type; their defaults and texts may differ. What a copied unit needs is imported, one name per line, which
 `ruff check --fix` joins to the other imports.
 """
@@ -33,16 +32,17 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "kl_divergence Batch collect_rollout update batch_metrics train check_settings check_actions load_start "
     "load_policy",
     "ppo_atari.py": "BOUNDS mlp RunningMoments RunningMoments.__init__ RunningMoments.update Agent "
-    "Agent.__init__ Agent.normalize Agent.policy Agent.value Batch State ppo_loss Rollout "
-    "Rollout.__init__ collect_rollout normalize_rollout make_batch mean_kl compute_gradients update "
-    "adjust_coefficients train compiled check_settings make_env make_envs load_policy evaluate parse_args "
-    "main",
-    "ppo_gpu.py": "--desired_kl BOUNDS mlp RunningMoments.update Agent.__init__ "
-    "Agent.normalize Agent.policy kl_divergence compute_gae Batch State ppo_loss Rollout "
-    "Rollout.__init__ collect_rollout normalize_rollout make_batch "
-    "compute_gradients mean_kl update "
-    "adjust_coefficients train compiled seed_everything hash_seed check_settings make_env make_envs rescaler "
-    "Run.log Run.finish load_policy evaluate parse_args print_commands main",
+    "Agent.__init__ Agent.normalize Agent.policy Agent.value Batch State ppo_loss Rollout Rollout.__init__ "
+    "collect_rollout normalize_rollout make_batch mean_kl compute_gradients update batch_metrics "
+    "adjust_coefficients adapted train seed_spaces compiled check_settings make_env Flat Flat.__init__ "
+    "Flat.reset Flat.step flatten make_envs find_binary_obs check_actions make_eval_env check_numbers "
+    "Run.log load_weights load_start load_policy evaluate parse_args main",
+    "ppo_gpu.py": "--desired_kl --activation BOUNDS mlp RunningMoments.update Agent.__init__ Agent.normalize "
+    "Agent.policy State ppo_loss Rollout Rollout.__init__ collect_rollout normalize_rollout make_batch mean_kl "
+    "compute_gradients update batch_metrics adjust_coefficients adapted train seed_spaces compiled "
+    "check_settings make_env Flat Flat.__init__ Flat.reset Flat.step flatten make_envs find_binary_obs "
+    "check_actions make_eval_env check_numbers rescaler Run.log load_weights load_start load_policy evaluate "
+    "close parse_args print_commands main",
     "ppo_lstm.py": "BOUNDS mlp Agent Agent.__init__ Agent.policy Agent.value Batch State ppo_loss Rollout "
     "Rollout.__init__ collect_rollout make_batch mean_kl compute_gradients update "
     "batch_metrics adjust_coefficients adapted train compiled check_settings load_policy evaluate",
@@ -53,19 +53,6 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "make_reviews write_review human tastes learn_to_write compare_responses learn_from_comparisons "
     "update_reward_model fit load_task load_pretrained Run.save restore check",
 }
-EARLIER = {  # script: units of its original that it still has in the form of version 0.2, or not yet
-    "ppo_atari.py": "sample most_likely compute_gae batch_metrics hash_seed seed_everything Run.log "
-    "Run.finish print_commands adapted Refused seed_spaces Flat "
-    "Flat.__init__ Flat.reset Flat.step flatten find_binary_obs check_actions "
-    "make_eval_env check_numbers Run.__init__ Run.save Run.write lock_folder run_path "
-    "find_checkpoint load_checkpoint load_weights load_start close stop",
-    "ppo_gpu.py": "sample most_likely batch_metrics adapted Refused seed_spaces "
-    "Flat Flat.__init__ Flat.reset Flat.step flatten find_binary_obs check_actions "
-    "make_eval_env check_numbers Run.__init__ Run.save Run.write lock_folder run_path "
-    "find_checkpoint load_checkpoint load_weights load_start close stop",
-}
-
-
 def units(text: str) -> dict[str, tuple[int, int]]:
     """The first and last line (from 0, exclusive) of each unit, by name; decorators and comments included."""
     lines, found = text.splitlines(), {}
@@ -162,7 +149,7 @@ def main() -> None:
     drift = False
     pairs = []
     for script, source in ORIGINALS.items():
-        pairs.append((script, source, set(f"{DIFFERENT[script]} {EARLIER.get(script, '')}".split())))
+        pairs.append((script, source, set(DIFFERENT[script].split())))
     for script, (source, names) in SHARED.items():
         others = units((ROOT / source).read_text()).keys() - set(names.split())
         flags = {f"--{name}" for name in fields((ROOT / source).read_text())}
