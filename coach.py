@@ -767,7 +767,8 @@ def refusals(script: ModuleType, args: Any, by_script: bool) -> list[str]:
                 script.check(args)
             else:
                 script.check_settings(args)
-                script.make_eval_env(args).close()
+                if hasattr(script, "make_eval_env"):
+                    script.make_eval_env(args).close()
         except Exception as error:  # of the script's checks, or of the environment
             reasons.append(str(error) or type(error).__name__)
     return reasons

@@ -9,10 +9,10 @@
     torchrun --nproc-per-node 4 ppo_gpu.py --env-id CheetahRun
 
 Observations, actions and rewards are tensors that stay on the GPU. Without --env-id, it trains pendulums that
-are written in PyTorch. Other names are those of MuJoCo Playground (pip install playground "jax[cuda13]").
-For your own environments, or those of Isaac Lab, mjlab or ManiSkill, write a class like `Pendulums` that is
-called with `Args`, and name it: --env-id my_module:MyClass. Under torchrun, each process has a GPU with
-environments of its own, and all train the same networks. A trained policy is a module to export: load_policy.
+are written in PyTorch. Other names are those of MuJoCo Playground, which needs playground_tasks.py. For your
+own environments, or those of Isaac Lab, mjlab or ManiSkill, write a class like `Pendulums` that is called
+with `Args`, and name it: --env-id my_module:MyClass. Under torchrun, each process has a GPU with environments
+of its own, and all train the same networks. A trained policy is a module to export: load_policy.
 
   [PPO]     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   [GAE]     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
@@ -85,8 +85,8 @@ class Args:  # the trailing comments become --help
     keep_every: float | None = None  # keep a checkpoint every so many transitions, beside the last one
 
     # Environment
-    env_id: str = "Pendulum"  # Pendulum, a name of MuJoCo Playground, or `module:MyClass`
-    env_kwargs: str = "{}"  # arguments of MyClass, or changes of Playground's config, as JSON
+    env_id: str = "Pendulum"  # Pendulum, `module:MyClass`, or a task of playground_tasks.py
+    env_kwargs: str = "{}"  # arguments of MyClass besides Args, or changes of a task's config, as JSON
     num_envs: int = 1024  # N: environments that step in parallel, in each process
 
     # PPO
@@ -363,7 +363,7 @@ def take_step(envs: Any, actions: Tensor) -> tuple[Tensor, ...]:
     """A step of the environments. Returns what `step` does, and where a simulation diverged [N].
 
     It did where the reward, or a number of the state that the action led to, is NaN or infinite. That ends
-    the episode, with a reward of 0, if the environments terminate there, or have `reset_where`.
+    the episode, if the environments terminate there, or have `reset_where`; such a reward then counts as 0.
     """
     obs, rewards, terminated, truncated, next_obs = envs.step(actions.clone())  # theirs to change
     diverged = ~(rewards + next_obs.sum(-1)).isfinite()  # of a sum, if it is so of any number in it
@@ -470,7 +470,7 @@ def batch_metrics(batch: Batch, args: Args) -> dict[str, Tensor]:
 
 
 def set_learning_rate(optimizer: Adam, learning_rate: float) -> None:
-    """Set it in place, as a CUDA graph wants it. Groups of your own keep their ratio to it."""
+    """Set the learning rate in place, as a CUDA graph wants it."""
     for group in optimizer.param_groups:
         group["lr"].fill_(learning_rate * group["lr_ratio"])
 
@@ -519,6 +519,11 @@ def recorded(function: Callable) -> Callable:
     return call
 
 
+def can_record(args: Args) -> bool:
+    """Whether functions are recorded as CUDA graphs."""
+    return args.cuda_graphs and args.device == "cuda"
+
+
 def train(args: Args, envs: Any = None, eval_envs: Any = None, show_commands: bool = False) -> dict:
     """PPO ([PPO], Algorithm 1), then a greedy evaluation. If killed, it loses a minute or an iteration.
 
@@ -546,7 +551,7 @@ def train(args: Args, envs: Any = None, eval_envs: Any = None, show_commands: bo
     seed_everything(hash_seed(args.seed, state.global_step, RANK))  # a resumed run has new episodes
     agent = Agent(args, envs.obs_size, envs.actor_obs_size, envs.action_size).to(args.device)
     optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)  # ε: [37], detail 3
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups:  # groups of your own keep their ratio to --learning-rate
         group["lr_ratio"] = group["lr"] / args.learning_rate if args.learning_rate > 0 else 1
     if saved:
         agent.load_state_dict(saved["agent"])
@@ -554,9 +559,10 @@ def train(args: Args, envs: Any = None, eval_envs: Any = None, show_commands: bo
         optimizer.load_state_dict(saved["optimizer"])
     for group in optimizer.param_groups:  # tensors, as CUDA graphs need them, whatever the checkpoint has
         group.update(lr=torch.as_tensor(group["lr"], device=args.device), capturable=args.device == "cuda")
+        group.setdefault("lr_ratio", 1)  # of version 0.2
     if not saved or args.learning_rate != saved["args"]["learning_rate"]:  # else an adapted one goes on
         set_learning_rate(optimizer, args.learning_rate)
-    if PROCESSES > 1:
+    if PROCESSES > 1:  # only now: Adam imports what would keep the connection open at exit
         connect(agent, args)
     current_obs, sums = begin_episodes(envs, state, args)
     compute = compiled(compute_gradients) if args.compile else compute_gradients
@@ -577,7 +583,7 @@ def train(args: Args, envs: Any = None, eval_envs: Any = None, show_commands: bo
         batch = make_batch(agent, rollout, *normalize_rollout(agent, rollout, args), args)
         return update(agent, optimizer, compute, batch, orders, args)
 
-    if args.cuda_graphs and args.device == "cuda":
+    if can_record(args):
         learn = recorded(learn)
         if getattr(envs, "recordable", False):
             collect = recorded(collect)  # all T steps are one graph
@@ -680,7 +686,11 @@ def stopped(run: Any, args: Args) -> bool:
 @contextmanager
 def fast_products() -> Iterator[None]:
     """Matrix products in TF32 inside the `with` block, on GPUs that have it: the networks', not physics."""
-    before = torch.get_float32_matmul_precision()
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the program has set it by PyTorch's newer settings: leave it so
+        yield
+        return
     torch.set_float32_matmul_precision("high")
     try:
         yield
@@ -782,75 +792,13 @@ class Pendulums(nn.Module):
         return self.reset_where(truncated), rewards, torch.zeros_like(truncated), truncated, next_obs
 
 
-class Playground:
-    """N environments of MuJoCo Playground. As in its training, each starts all episodes in one state."""
-
-    def __init__(self, args: Args):
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory to PyTorch
-        import jax
-        from mujoco_playground import registry
-
-        if PROCESSES > 1:
-            jax.config.update("jax_cuda_visible_devices", str(LOCAL_RANK))
-        config = registry.get_default_config(args.env_id)
-        config.update({"impl": "jax"} if "impl" in config else {})
-        config.update_from_flattened_dict(json.loads(args.env_kwargs))
-        self.jax, self.env = jax, registry.load(args.env_id, config)
-        self.action_size, self.max_steps = self.env.action_size, config.episode_length
-        self.steps = torch.zeros(args.num_envs, device=args.device)
-        parts = jax.eval_shape(self.env.reset, jax.random.key(0)).obs
-        if isinstance(parts, dict) and parts.keys() != {"state", "privileged_state"}:
-            raise Refused(f"{args.env_id} has observations {', '.join(parts)}: only vectors are supported")
-        sizes = [part.shape[-1] for part in jax.tree.leaves(parts)]
-        self.obs_size, self.actor_obs_size = sum(sizes), sizes[-1]
-
-        def step(state: Any, start: Any, action: Any, cut: Any) -> tuple:
-            after = self.env.step(state, action)
-            next_obs = self.merge(after.obs)
-            terminated = (after.done > 0) | ~jax.numpy.isfinite(after.reward + next_obs.sum())
-            over = terminated | cut
-            first, last = (start.data, start.obs), (after.data, after.obs)
-            data, obs = jax.tree.map(lambda x, y: jax.numpy.where(over, x, y), first, last)
-            results = self.merge(obs), after.reward, terminated, cut, next_obs
-            return after.replace(data=data, obs=obs), results, after.metrics
-
-        self.reset_one, self.step_one = self.env.reset, step  # of one environment
-        self.jit_reset, self.jit_step = jax.jit(jax.vmap(self.env.reset)), jax.jit(jax.vmap(step))
-
-    def merge(self, obs: Any) -> Any:
-        """In one array, what the robot sees ("state"), then what only the simulator knows."""
-        return self.jax.numpy.concatenate(self.jax.tree.leaves(obs)[::-1], -1)
-
-    def reset(self) -> Tensor:
-        key = self.jax.random.key(torch.randint(2**31, ()).item())  # torch.manual_seed decides it
-        self.state = self.start = self.jit_reset(self.jax.random.split(key, len(self.steps)))
-        self.steps.zero_()
-        return torch.from_dlpack(self.merge(self.start.obs))
-
-    def step(self, actions: Tensor) -> tuple[Tensor, ...]:
-        self.steps += 1
-        action, cut = map(self.jax.dlpack.from_dlpack, (actions.clamp(-1, 1), self.steps >= self.max_steps))
-        self.state, results, metrics = self.jit_step(self.state, self.start, action, cut)
-        obs, rewards, terminated, truncated, next_obs = map(torch.from_dlpack, results)
-        self.log = {name: torch.from_dlpack(x) for name, x in metrics.items()}  # terms of the reward
-        self.steps *= ~(terminated | truncated)
-        return obs, rewards, terminated, truncated, next_obs
-
-    def snapshot(self) -> Any:
-        """The state of the first environment."""
-        return self.jax.tree.map(lambda x: x[0], self.state)
-
-    def render(self, snapshots: list) -> list[np.ndarray]:
-        """An image [H, W, 3] of each."""
-        return self.env.render(snapshots)
-
-
 def make_envs(args: Args) -> Any:
     """N environments on the device. Put your own here, with what `Pendulums` has."""
     seed_everything(hash_seed(args.seed, RANK))  # for what they draw when they are made
-    if ":" in args.env_id:
-        return resolve_name(args.env_id)(args, **json.loads(args.env_kwargs))
-    return Pendulums(args) if args.env_id == "Pendulum" else Playground(args)
+    if args.env_id == "Pendulum":
+        return Pendulums(args)
+    name = args.env_id if ":" in args.env_id else "playground_tasks:Playground"
+    return resolve_name(name)(args, **json.loads(args.env_kwargs))
 
 
 def make_both_envs(args: Args, envs: Any, eval_envs: Any) -> tuple[Any, Any]:
@@ -878,19 +826,10 @@ def make_both_envs(args: Args, envs: Any, eval_envs: Any) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def check_envs(envs: Any, args: Args) -> None:
-    """Try a few steps. Raises `Refused` for environments that are not as `Pendulums` says."""
+    """Try a step. Raises `Refused` for environments that are not as `Pendulums` says."""
 
     def kind(x: Any) -> str:
         return f"{x.dtype} {[*x.shape]} on {x.device.type}" if isinstance(x, Tensor) else type(x).__name__
-
-    def play() -> list[Tensor]:
-        """What three steps return. Of the same buffers, it is always the same."""
-        torch.manual_seed(0)
-        results = []
-        for _ in range(3):
-            actions = torch.randn(args.num_envs, envs.action_size, device=args.device)
-            results += [x.clone() for x in envs.step(actions)]
-        return results
 
     if args.capture_video and not (hasattr(envs, "render") and hasattr(envs, "snapshot")):
         raise Refused("--capture-video needs environments with snapshot and render")
@@ -900,26 +839,32 @@ def check_envs(envs: Any, args: Args) -> None:
     if any(x.data_ptr() != buffers[name].data_ptr() for name, x in buffers_of(envs).items()):
         raise Refused(f"{args.env_id}: state_dict must not return copies of tensors")
     before = {name: x.clone() for name, x in buffers.items()}
-    rewards = torch.zeros(args.num_envs, device=args.device)
-    obs, ends = rewards.new_zeros(args.num_envs, envs.obs_size), rewards.bool()
-    first_obs = envs.reset()
-    start, outline = {name: x.clone() for name, x in buffers_of(envs).items()}, outline_of(envs)
-    results = first_obs, *envs.step(rewards.new_zeros(args.num_envs, envs.action_size))
-    names = "what reset returns", "observations", "rewards", "terminated", "truncated", "next_obs"
-    for name, expected, result in zip(names, (obs, obs, rewards, ends, ends, obs), results, strict=True):
-        if kind(result) != kind(expected):  # it may broadcast
-            raise Refused(f"{args.env_id}: {name} must be {kind(expected)}, not {kind(result)}")
+    number = torch.zeros(args.num_envs, device=args.device)
+    vector, flag = number.new_zeros(args.num_envs, envs.obs_size), number.bool()
+    first_obs, outline = envs.reset(), outline_of(envs)
+    numbers = {name: [x.clone() for x in tensors] for name, (_, tensors) in outline.items()}
+    obs, rewards, terminated, truncated, next_obs = envs.step(number.new_zeros(len(number), envs.action_size))
+    for name, result, right in [
+        ("what reset returns", first_obs, vector),
+        ("what reset_where returns", getattr(envs, "reset_where", lambda where: vector)(flag), vector),
+        ("observations", obs, vector),
+        ("rewards", rewards, number),
+        ("terminated", terminated, flag),
+        ("truncated", truncated, flag),
+        ("next_obs", next_obs, vector),
+    ]:
+        if kind(result) != kind(right):  # it may broadcast
+            raise Refused(f"{args.env_id}: {name} must be {kind(right)}, not {kind(result)}")
     if getattr(envs, "recordable", False):
-        for name, (content, _) in outline_of(envs).items():
+        in_checkpoint = {x.untyped_storage().data_ptr() for x in buffers_of(envs).values()}
+        for name, (content, tensors) in outline_of(envs).items():
             if name not in outline or content != outline[name][0]:
-                reason = f"step changes {name}, which a CUDA graph would not see"
-                raise Refused(f"{args.env_id}: {reason}: change a buffer in its place, or recordable = False")
-        put_back(buffers_of(envs), start)
-        once = play()
-        put_back(buffers_of(envs), start)
-        if not all(map(partial(torch.allclose, rtol=1e-3, atol=1e-3, equal_nan=True), once, play())):
-            reason = "with the same state_dict, steps gave other results: make what they change a buffer"
-            raise Refused(f"{args.env_id}: {reason}, or recordable = False")
+                reason = f"step changes {name}, unseen by a CUDA graph: change a buffer in its place"
+                raise Refused(f"{args.env_id}: {reason}, or recordable = False")
+            for x, number in zip(tensors, numbers[name], strict=True):
+                if not torch.equal(x, number) and x.untyped_storage().data_ptr() not in in_checkpoint:
+                    reason = f"step changes {name}, which is not in state_dict: make it a buffer"
+                    raise Refused(f"{args.env_id}: {reason}, or recordable = False")
     put_back(buffers_of(envs), before)
 
 
@@ -957,16 +902,14 @@ def outline_of(envs: Any) -> dict[str, tuple[bytes, list[Tensor]]]:
 
 @torch.no_grad()
 def begin_episodes(envs: Any, state: State, args: Args) -> tuple[Tensor, Tensor]:
-    """Reset the environments, or go on with episodes of a checkpoint. Returns the first observations, and sums.
+    """Reset the environments, or go on with episodes of a checkpoint. Returns first observations, and sums.
 
     Time limits are spread over all environments, as in RSL-RL: these first, shortened episodes are not
-    logged. With another number of environments, with several, or if they are not recordable, episodes are
-    new, but buffers that fit are restored.
+    logged. Episodes go on if the environments are recordable, as many as before, and in one process. Of
+    others, buffers that fit are restored.
     """
     saved = state.episodes
     other_sizes = put_back(buffers_of(envs), saved)
-    if other_sizes and RANK == 0:
-        print(f"of other sizes in the checkpoint, so these begin anew: {', '.join(other_sizes)}")
     current_obs = envs.reset().clone()
     steps = torch.randint(int(envs.max_steps), (args.num_envs,), device=args.device)
     envs.steps.copy_(steps)
@@ -978,7 +921,8 @@ def begin_episodes(envs: Any, state: State, args: Args) -> tuple[Tensor, Tensor]
     if getattr(envs, "recordable", False) and PROCESSES == 1:
         state.episodes = {"obs": current_obs, "sums": sums, "random": torch.get_rng_state()}
     keep_episodes(envs, state)
-    if saved.keys() == state.episodes.keys() and not other_sizes and "random" in saved:
+    goes_on = "random" in saved and saved.keys() == state.episodes.keys()
+    if goes_on and not other_sizes and saved["obs"].shape == current_obs.shape:
         put_back(state.episodes, saved)
         torch.set_rng_state(state.episodes["random"])
     return current_obs, sums
@@ -998,8 +942,10 @@ def buffers_of(envs: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def put_back(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> list[str]:
-    """Give these tensors the saved numbers. Returns the names of those that have other sizes there."""
+    """Give these tensors the saved numbers. Says and returns which have other sizes there."""
     other_sizes = [name for name, x in tensors.items() if name in saved and saved[name].shape != x.shape]
+    if other_sizes and RANK == 0:
+        print(f"of other sizes in the checkpoint, so these begin anew: {', '.join(other_sizes)}")
     for name, x in tensors.items():
         # An expanded one cannot be written to.
         if name in saved and name not in other_sizes and not torch.equal(x.cpu(), saved[name].cpu()):
@@ -1113,32 +1059,27 @@ class Run:
             line = f"{step:>10,} steps  {average}  KL {max(metrics['kl'], 0):.4f}"
             print(f"{line}  {speed:,.0f}/s  {left} left", flush=True)
 
-    said: tuple[str, ...] = ()
+    limits_are_checked = diverged = False
 
     def warn(self, metrics: dict[str, float], rollout: Rollout, logs: dict[str, Tensor]) -> None:
         """Say, once each, what looks wrong in an iteration."""
+        if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
+            print("acting and learning do not compute the same policy: is a mask, or dropout, in only one?")
+            self.warned = True
+        if logs["diverged"] > 0 and not self.diverged:
+            print("a simulation diverged, and a new episode started there: see env/diverged")
+            self.diverged = True
         mean, std = self.agent.obs_moments.mean.abs(), self.agent.obs_moments.var.sqrt()
         small = ((std > 1e-5 * mean) & (std > 0) & (std < 1e-3)).nonzero().flatten().tolist()
-        limits = (rollout.truncated & ~rollout.terminated)[:-1]
-        is_acted_on = (rollout.next_obs[:-1] == rollout.obs[1:]).all(-1)
-        moved = (rollout.next_obs != rollout.obs).any(-1)[:-1]
-        texts = []
-        if metrics["first_approx_kl"] > 1e-4:  # correct runs have up to 1e-8
-            texts += ["acting and learning do not compute the same policy: is dropout in only one?"]
         if small and self.args.norm_obs and self.last_save == -math.inf:  # in the first iteration
-            texts += [
-                f"observations {small} vary by less than 0.001, and are hardly seen: scale what matters"
-            ]
-        if limits.any() and (is_acted_on & moved)[limits].all():
-            texts += [
-                "at time limits, next_obs is what the next step acts on: right only if the task goes on"
-            ]
-        if logs["diverged"] > 0:
-            texts += ["simulations diverge; where one did, a new episode starts: see env/diverged"]
-        for text in texts:
-            if text not in self.said:
-                print(text)
-                self.said += (text,)
+            print(f"observations {small} vary by less than 0.001, and are hardly seen: scale what matters")
+        limits = (rollout.truncated & ~rollout.terminated)[:-1]
+        if not self.limits_are_checked and limits.any():
+            self.limits_are_checked = True
+            is_acted_on = (rollout.next_obs[:-1] == rollout.obs[1:]).all(-1)
+            has_changed = (rollout.next_obs != rollout.obs).any(-1)[:-1]
+            if (is_acted_on & has_changed)[limits].all():
+                print("at time limits, next_obs is what the next step acts on: is it of the next episode?")
 
     def evaluate_if_due(self, env: Any) -> None:
         """Evaluate if it is due by --eval-every, or training is complete. Keep the best policy in best.pt.
@@ -1312,8 +1253,10 @@ def evaluate(path: str | Path, args: Args, envs: Any = None) -> np.ndarray:
     if envs is None:
         envs = make_envs(args)
         check_envs(envs, args)
-    state = load_checkpoint(path)[1]["state"]
-    put_back(buffers_of(envs), state["episodes"])
+    content = load_checkpoint(path)[1]
+    if content["agent"]["sizes"][1:].tolist() != [envs.actor_obs_size, envs.action_size]:
+        raise Refused(f"{path} is for observations and actions of other sizes than {args.env_id}")
+    put_back(buffers_of(envs), content["state"]["episodes"])
     seed = hash_seed(args.seed, 2**40)  # episodes that training has not seen
     mps_state = torch.mps.get_rng_state() if args.device == "mps" else None  # the next line knows CUDA's
     returns = torch.zeros(args.num_envs, device=args.device)
@@ -1347,7 +1290,8 @@ def evaluate(path: str | Path, args: Args, envs: Any = None) -> np.ndarray:
         ImageSequenceClip(envs.render(snapshots), fps=30).write_videofile(video, logger=None)
         print(f"video: {video}")
     shown = f"{returns.mean():.5g} +/- {returns.std(correction=0):.3g} in {len(returns)} episodes"
-    print(f"evaluation return {shown} with the most likely actions, after {state['global_step']:,} steps")
+    steps = content["state"]["global_step"]
+    print(f"evaluation return {shown} with the most likely actions, after {steps:,} steps")
     if means := mean_logs(logs):
         print("means of its steps:", ", ".join(f"{name} {x:.3g}" for name, x in means.items()))
     return returns.cpu().numpy()

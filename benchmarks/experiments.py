@@ -357,8 +357,8 @@ GPU = []
 for name, label, task, flags in (
     ("gpu", "the defaults", PENDULUMS, ON_CPU),
     ("gpu-kl", "`--desired-kl 0.01`", PENDULUMS, f"{ON_CPU} --desired-kl 0.01"),
-    ("gpu-balance", "the defaults, 256 environments", BALANCE, f"{SMALLER} --hidden-size 256"),
-    ("gpu-balance-kl", "`--desired-kl 0.01`", BALANCE, f"{SMALLER} --hidden-size 256 --desired-kl 0.01"),
+    ("gpu-balance", "the defaults, 256 environments", BALANCE, f"{SMALLER} --hidden-sizes 256 256"),
+    ("gpu-balance-kl", "`--desired-kl 0.01`", BALANCE, f"{SMALLER} --hidden-sizes 256 256 --desired-kl 0.01"),
 ):
     GPU.append(Experiment(name, label, "ppo_gpu.py", each([task], 5), flags))
 

@@ -63,7 +63,7 @@ PLAYGROUND = ("mujoco_playground",)
 LANGUAGE = ("transformers", "trl", "datasets")
 ATARI = "--num-threads 16 --total-timesteps 250000 --eval-episodes 1"
 FEW_GAMES = "--num-envs 2 --num-steps 8 --num-minibatches 1 --total-timesteps 64 --eval-episodes 1"
-FEW = "--num-envs 4 --num-steps 4 --num-minibatches 2 --update-epochs 1 --hidden-size 8"
+FEW = "--num-envs 4 --num-steps 4 --num-minibatches 2 --update-epochs 1 --hidden-sizes 8 8"
 TINY = f"--env-id CartpoleBalance {FEW} --total-timesteps 64"
 CASES = [
     Case("pendulum", "ppo_gpu.py", f"ppo_gpu.py {FEW} --total-timesteps 200"),

@@ -45,16 +45,16 @@ class Scripted:
         return self.results[0]
 
     def step(self, actions):
-        obs, rewards, terminated, truncated, last_obs = self.results
+        obs, rewards, terminated, truncated, next_obs = self.results
         for n, episode in enumerate(self.episode):
             step, action = int(self.steps[n]) + 1, float(actions[n, 0])
-            last_obs[n] = obs[n] = torch.tensor(self.observe(n, episode, step, action))
+            next_obs[n] = obs[n] = torch.tensor(self.observe(n, episode, step, action))
             rewards[n] = self.reward(n, episode, step)
             terminated[n], truncated[n] = self.ends(n, episode, step)
             self.steps[n] = step
             if terminated[n] or truncated[n]:
                 if terminated[n]:
-                    last_obs[n] = torch.nan  # as of a simulation that diverged
+                    next_obs[n] = torch.nan  # as of a simulation that diverged
                 self.episode[n] += 1
                 self.steps[n] = 0
                 obs[n] = torch.tensor(self.observe(n, self.episode[n], 0))
@@ -177,7 +177,115 @@ class HiddenState(Target):
         return obs, rewards - self.drift, *others
 
 
+class CopiesItsSteps(Target):
+    """Its `steps` are a copy, so that time limits cannot be spread."""
+
+    recordable = False
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.clock = nn.Buffer(self.steps)
+        del self.steps
+
+    @property
+    def steps(self):
+        return self.clock.clone()
+
+    def step(self, actions):
+        self.clock.add_(1)
+        truncated = self.clock >= self.max_steps
+        self.clock.mul_(~truncated)
+        self.obs.uniform_(-1, 1)
+        obs = self.obs.clone()
+        return obs, -actions[:, 0].square(), torch.zeros_like(truncated), truncated, obs
+
+    def reset(self):
+        self.clock.zero_()
+        return self.obs.uniform_(-1, 1).clone()
+
+
+class CopiesItsState(Target):
+    """What a checkpoint has cannot be given back to it."""
+
+    def state_dict(self, *args, **kwargs):
+        return {name: x.clone() for name, x in super().state_dict(*args, **kwargs).items()}
+
+
+class ResetsToAnotherShape(Target):
+    def reset_where(self, where):
+        return self.obs[0]
+
+
 # Environments as users have them
+
+
+class Terrain(Target):
+    """The reward is the environment's share of all numbers: 0 for the first, nearly 1 for the last."""
+
+    max_steps = 5.0  # as 20 / 4 would give it
+
+    def step(self, actions):
+        obs, rewards, *others = super().step(actions)
+        return obs, torch.arange(len(rewards), device=rewards.device) / len(rewards), *others
+
+
+class Configured(Target):
+    """Its targets are scaled by an argument."""
+
+    def __init__(self, args, scale=1.0):
+        super().__init__(args)
+        self.scale = scale
+
+
+class Explodes(Target):
+    """A strong action makes its state infinite. It does not terminate, but can start anew."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.place = nn.Buffer(torch.zeros(args.num_envs, device=args.device))
+
+    def observe(self):
+        return torch.stack([self.obs[:, 0], self.place], -1)
+
+    def reset(self):
+        self.place.zero_()
+        super().reset()
+        return self.observe()
+
+    def reset_where(self, where):
+        self.place.copy_(torch.where(where, 0, self.place))
+        self.steps.mul_(~where)
+        return self.observe()
+
+    def step(self, actions):
+        _, rewards, terminated, truncated, _ = super().step(actions)
+        self.place.copy_(torch.where(actions[:, 0] > 1, torch.inf, self.place + 0.1))
+        next_obs = self.observe()
+        return self.reset_where(truncated), rewards + 0 * self.place, terminated, truncated, next_obs
+
+
+class Still(Target):
+    """Its observation never changes."""
+
+    recordable = False
+
+    def reset(self):
+        return 1 + 0 * super().reset()
+
+    def step(self, actions):
+        obs, *others, next_obs = super().step(actions)
+        return 1 + 0 * obs, *others, 1 + 0 * next_obs
+
+
+class Precise(Target):
+    """It notes with which precision matrices are multiplied in its steps."""
+
+    recordable = False
+    seen: set = set()  # noqa: RUF012
+
+    def step(self, actions):
+        self.seen.add(torch.get_float32_matmul_precision())
+        return super().step(actions)
 
 
 class Curriculum(Target):
@@ -188,9 +296,9 @@ class Curriculum(Target):
         self.level = nn.Buffer(torch.zeros((), device=args.device))
 
     def step(self, actions):
-        obs, rewards, terminated, truncated, last_obs = super().step(actions)
+        obs, rewards, terminated, truncated, next_obs = super().step(actions)
         self.raise_level()
-        return obs, rewards - self.level, terminated, truncated, last_obs
+        return obs, rewards - self.level, terminated, truncated, next_obs
 
     def raise_level(self):
         self.level.add_(0.01)
@@ -258,11 +366,11 @@ class Diverges:
     def step(self, actions):
         self.count += 1
         obs, rewards = torch.rand(len(self.steps), 2), torch.ones(len(self.steps))
-        last_obs, terminated = obs.clone(), torch.zeros(len(obs), dtype=torch.bool)
+        next_obs, terminated = obs.clone(), torch.zeros(len(obs), dtype=torch.bool)
         if self.count % 7 == 0:
-            rewards[1] = last_obs[1, 1] = torch.nan
+            rewards[1] = next_obs[1, 1] = torch.nan
             terminated[1] = self.says_so
         self.steps.add_(1)
         truncated = self.steps >= self.max_steps
         self.steps.mul_(~(terminated | truncated))
-        return obs, rewards, terminated, truncated, last_obs
+        return obs, rewards, terminated, truncated, next_obs

@@ -45,8 +45,8 @@ else:
 rollout = random_rollout(args, agent, 4)
 sums = share([rollout.sums], 2)
 rollout = ppo.Rollout(*share(rollout[:-1], 1), *sums)
-batch = ppo.make_batch(agent, rollout, *ppo.normalize_rollout(agent, rollout), args)
-optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
+batch = ppo.make_batch(agent, rollout, *ppo.normalize_rollout(agent, rollout, args), args)
+optimizer = torch.optim.Adam(agent.parameters(), torch.tensor(args.learning_rate), eps=1e-5, fused=True)
 orders = torch.arange(len(batch.obs)).expand(args.update_epochs, -1)
 messages, all_reduce = [], dist.all_reduce
 dist.all_reduce = lambda x: messages.append(x.numel()) or all_reduce(x)
@@ -68,7 +68,7 @@ if ppo.PROCESSES > 1:
 args = make_args(total_timesteps=1024, env_id="gpu_envs:Curriculum")
 envs, eval_envs = gpu_envs.Curriculum(args), gpu_envs.Curriculum(args)
 if ppo.PROCESSES > 1:
-    args.resume = next(Path("runs").iterdir())
+    args.resume = str(next(Path("runs").iterdir()))
     args.eval_every, args.stop_at, args.total_timesteps = 1.0, 12.0, 1e6
     evaluations = []
 

@@ -199,22 +199,6 @@ def same_step_ends(rng, steps, envs, chance):
     return ended & (kind != 1), ended & (kind != 0)
 
 
-def random_ends(rng, steps, envs, chance):
-    """Return terminated, truncated, valid [steps, envs] of environments that reset in the next step.
-
-    A filler row, which is not valid, follows each episode's end.
-    """
-    terminated, truncated, valid = np.zeros((3, steps, envs), dtype=bool)
-    valid[0] = True
-    for t, n in np.ndindex(steps, envs):
-        if t > 0:
-            valid[t, n] = not (terminated[t - 1, n] or truncated[t - 1, n])
-        if valid[t, n] and rng.random() < chance:
-            kind = rng.integers(3)
-            terminated[t, n], truncated[t, n] = kind != 1, kind != 0
-    return terminated, truncated, valid
-
-
 def weights(agent):
     """Return all parameters as one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in agent.parameters()]).clone()
@@ -354,7 +338,10 @@ def same(a, b):
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else repr(a) == repr(b)
 
 
-def curves(folder, left_out=("charts/SPS",)):
+TIMES = "charts/SPS", "charts/seconds_collecting", "charts/seconds_learning"
+
+
+def curves(folder, left_out=TIMES):
     """Return a run's curves by tag and step, without the speed. A step that is logged twice fails."""
     files = sorted(folder.glob("events*"), key=lambda path: path.stat().st_mtime_ns)
     for i, path in enumerate(files):  # TensorBoard orders them by name, which has the second they began in

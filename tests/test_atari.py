@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+from atari_games import CUT, LIVES, SHORT, Games, SmallNetwork, make_games
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
@@ -166,65 +167,10 @@ def test_the_names_of_a_game_differ_only_in_sticky_actions():
 # Rollouts
 
 
-LIVES = (0, 3, 0, 0), (5, 3, 0, 0), (-2, 2, 0, 0), (7, 2, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0)
-CUT = (1, 3, 0, 0), (1, 3, 0, 0), (3, 3, 0, 1)
-
-
-class Scripted(gym.vector.VectorEnv):
-    """The games follow scripts of (reward, lives, terminated, truncated). Images show game and step.
-
-    They reset in the step that ends a game, as the ALE's do. The second game pays twice the rewards, and so
-    on. All start with 3 lives.
-    """
-
-    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
-    single_action_space = spaces.Discrete(5)
-    resets = []  # noqa: RUF012 - the seed of each, and a list of the actions that follow
-
-    def __init__(self, *scripts):
-        self.scripts, self.num_envs = scripts, len(scripts)
-
-    def reset(self, seed=None, **_):
-        self.at, self.games = np.zeros((2, self.num_envs), int)
-        self.actions, self.reached = [], []  # also the number of the image that each step led to
-        self.resets.append((seed, self.actions))
-        return self.images(), {"lives": np.full(self.num_envs, 3)}
-
-    def numbers(self):
-        return 10 * self.games + self.at + 100 * np.arange(self.num_envs)
-
-    def images(self):
-        shape = self.num_envs, 4, 84, 84
-        return np.broadcast_to(self.numbers()[:, None, None, None], shape).astype(np.uint8)
-
-    def step(self, actions):
-        self.actions.append(actions.tolist())
-        rows = [script[at] for at, script in zip(self.at, self.scripts, strict=True)]
-        rewards, lives, terminated, truncated = (np.array(column) for column in zip(*rows, strict=True))
-        rewards = rewards * (self.games + 1)
-        self.at += 1
-        self.reached.append(self.numbers())
-        infos, over = {}, (terminated | truncated) > 0
-        if over.any():  # the others have images that mean nothing
-            infos["final_obs"] = np.where(over[:, None, None, None], self.images(), 255).astype(np.uint8)
-        self.at[over], self.games = 0, self.games + over
-        return (
-            self.images(),
-            rewards,
-            terminated > 0,
-            truncated > 0,
-            infos | {"lives": np.where(over, 3, lives)},
-        )
-
-
-def scripted(*scripts, fire=1):
-    return ppo.LostLives(Scripted(*scripts), fire)
-
-
 def play(num_steps, *scripts, forward=None, fire=1):
     """Return a rollout of scripted games, the games that ended, the environments and the agent."""
     args = make_args(num_envs=len(scripts), num_steps=num_steps)
-    agent, envs = make_agent(args), scripted(*scripts, fire=fire)
+    agent, envs = make_agent(args), make_games(*scripts, fire=fire)
     rollout = ppo.Rollout(args, 5)
     rollout.obs[-1] = torch.from_numpy(envs.reset()[0])
     return rollout, ppo.collect_rollout(envs, forward or agent, rollout, args), envs, agent
@@ -297,7 +243,7 @@ def test_advantages_count_the_last_image_of_a_cut_game_and_none_after_a_lost_lif
     both = (2, 3, 0, 0), (1, 3, 1, 1)
     rollout, _, envs, _ = play(11, LIVES, CUT, both, forward=number)
     batch = ppo.make_batch(rollout, make_args(num_envs=3, clip_rewards=clip_rewards))
-    ends, reached = (rollout.terminated, rollout.truncated), np.array(envs.unwrapped.reached) % 256
+    ends, reached = (rollout.terminated, rollout.truncated), np.array(envs.unwrapped.reached)
     rewards, values = rollout.rewards, float64(rollout.obs[:-1, :, 0, 0, 0])
     rewards = np.sign(rewards) if clip_rewards else rewards
     expected = direct_gae(rewards, values, *ends, ppo.Args.gamma, ppo.Args.gae_lambda, reached)
@@ -310,7 +256,7 @@ def test_advantages_count_the_last_image_of_a_cut_game_and_none_after_a_lost_lif
 def test_actions_are_samples_of_the_policy():
     """The policy is the same for all images here."""
     policy, args = torch.tensor([0.6, 0.25, 0.1, 0.04, 0.01]), make_args(num_envs=50, num_steps=40)
-    envs, rollout = scripted(*[LIVES] * 50), ppo.Rollout(args, 5)
+    envs, rollout = make_games(*[LIVES] * 50), ppo.Rollout(args, 5)
     envs.reset()
     torch.manual_seed(0)
     ppo.collect_rollout(envs, lambda obs: (policy.log().expand(50, -1), torch.zeros(50)), rollout, args)
@@ -404,7 +350,7 @@ def test_forced_rows_weigh_0_and_metrics_leave_them_out(clip_rewards):
     old, new = float64(rollout.policies)[learnt], float64(new).reshape(*learnt.shape, -1)[learnt]
     assert metrics["kl"] == pytest.approx((np.exp(old) * (old - new)).sum(-1).mean(), rel=1e-3)
     of_all = 1 - advantages.var() / returns.var()
-    assert abs(of_all - explained) > 0.01, "the rows that are left out make no difference"
+    assert abs(of_all - explained) > 1e-3, "the rows that are left out make no difference"
 
 
 def test_from_a_minibatch_of_forced_rows_alone_nothing_is_learnt():
@@ -496,16 +442,15 @@ def test_steps_recorded_as_a_cuda_graph_learn_the_same_as_plain_ones():
 # Runs
 
 
-SHORT = (4, 3, 0, 0), (3, 3, 1, 0)
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Let the script play scripted games, with quick initial weights, in a folder of its own."""
+    """Let the script play scripted games, with a small network, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ppo, "make_envs", lambda args, num_envs: scripted(*[LIVES, SHORT] * (num_envs // 2)))
-    monkeypatch.setattr(ppo, "initialize", lambda layer, gain=1.0: layer)
-    Scripted.resets.clear()
+    monkeypatch.setattr(
+        ppo, "make_envs", lambda args, num_envs: make_games(*[LIVES, SHORT] * (num_envs // 2))
+    )
+    monkeypatch.setattr(ppo, "Agent", SmallNetwork)
+    Games.resets.clear()
     return tmp_path
 
 
@@ -521,6 +466,7 @@ def test_a_run_of_scripted_games_logs_resumes_and_evaluates(folder):
     results = [ppo.train(args), ppo.train(args)]
     for result in results:
         assert result["greedy_returns"].tolist() == [10, 7]  # of the first games alone
+        assert result["training_return"] == np.mean([10, 20, 30, 40, *range(7, 7 * 13, 7)])
     path, again = (Path(result["checkpoint"]) for result in results)
     content, data = load(path), curves(path.parent)
     assert same(content, load(again))
@@ -541,7 +487,7 @@ def test_a_run_of_scripted_games_logs_resumes_and_evaluates(folder):
     assert after["state"]["global_step"] == 64
     assert {slot["step"].item() for slot in after["optimizer"]["state"].values()} == {2 * 4}
     assert [*data["losses/kl"]] == [16, 32, 48, 64]
-    seeds = [seed for seed, _ in Scripted.resets]
+    seeds = [seed for seed, _ in Games.resets]
     assert seeds[:2] == seeds[2:4]
     assert len({*seeds[2:5]}) == 3
     assert seeds[5] == seeds[1]
@@ -566,6 +512,7 @@ def test_latest_resumes_and_evaluates_the_newest_run(folder):
     done = call(ATARI, folder, *flags(**RUN, exp_name="a"))
     assert (done.status, done.err) == (0, "")
     assert re.findall(r"^(\w+): +python", done.out, re.M) == ["resume", "watch"]
+    assert "do not compute the same policy" not in done.out
     again = call(ATARI, folder, "--evaluate", "latest", "--exp-name", "a", "--device", "cpu")
     assert (again.status, again.err) == (0, "")
     assert again.out in done.out
@@ -596,22 +543,29 @@ def test_an_evaluation_that_is_stopped_returns_nothing(folder, capsys):
 
 def test_ctrl_c_in_the_evaluation_at_the_end_leaves_a_complete_run(folder, monkeypatch):
     """It comes when one game of two has ended. The exit status is 0."""
-    step, count = Scripted.step, []
+    step, count = Games.step, []
 
     def interrupted(envs, actions):
-        if len(Scripted.resets) == 2:
+        if len(Games.resets) == 2:
             count.append(1)
             if len(count) == 3:
                 os.kill(os.getpid(), signal.SIGINT)
         return step(envs, actions)
 
-    monkeypatch.setattr(Scripted, "step", interrupted)
+    monkeypatch.setattr(Games, "step", interrupted)
     done = call(ATARI, folder, *flags(**RUN))
     assert done.status == 0
     assert len(count) == 3
     assert "evaluation return" not in done.out
     assert load(checkpoint_in(folder))["state"]["global_step"] == 48
     assert "eval/greedy_return" not in curves(checkpoint_in(folder).parent)
+
+
+def test_numpy_numbers_are_accepted_as_settings(folder):
+    """They are saved as plain numbers, so that the checkpoint loads."""
+    settings = {"learning_rate": np.float64(1e-3), "num_steps": np.int64(16)}
+    content = load(ppo.train(ppo.Args(**RUN | settings))["checkpoint"])
+    assert (content["args"]["learning_rate"], content["args"]["num_steps"]) == (1e-3, 16)
 
 
 def test_a_program_can_train_after_a_run_that_was_stopped(folder):
@@ -626,7 +580,7 @@ def test_each_group_of_parameters_keeps_its_ratio_to_the_learning_rate(folder, m
     def adam(parameters, rate, **others):
         parameters = [*parameters]
         return torch.optim.Adam(
-            [{"params": parameters[:6]}, {"params": parameters[6:], "lr": rate / 4}], rate
+            [{"params": parameters[:2]}, {"params": parameters[2:], "lr": rate / 4}], rate
         )
 
     monkeypatch.setattr(ppo, "Adam", adam)
@@ -640,9 +594,9 @@ def test_each_group_of_parameters_keeps_its_ratio_to_the_learning_rate(folder, m
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, None])
-def test_environments_that_do_not_reset_in_the_same_step_are_refused(mode, games, monkeypatch):
+def test_environments_that_do_not_reset_in_the_same_step_are_refused(mode, folder, monkeypatch):
     """Their rollouts would have rows that are no transitions. Nothing is written."""
-    monkeypatch.setattr(Scripted, "metadata", {"autoreset_mode": mode} if mode else {})
+    monkeypatch.setattr(Games, "metadata", {"autoreset_mode": mode} if mode else {})
     with pytest.raises(ppo.Refused, match="same step"):
         ppo.train(ppo.Args(**RUN))
     assert os.listdir(folder) == []
@@ -657,6 +611,19 @@ def test_settings_that_a_checkpoint_would_forget_are_refused():
 
     with pytest.raises(ppo.Refused, match=r"would forget .*sizes"):
         ppo.train(Mine())
+
+
+@pytest.mark.slow
+def test_training_on_a_game_is_the_same_with_evaluations_and_without(tmp_path, monkeypatch):
+    """All games are cut by the frame limit, after 10 steps."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ppo, "Agent", SmallNetwork)
+    kwargs = '{"max_num_frames_per_episode": 40, "noop_max": 0}'
+    args = make_args(env_kwargs=kwargs, eval_episodes=2, total_timesteps=96)
+    never, often = (load(ppo.train(replace(args, eval_every=every))["checkpoint"]) for every in (0, 1))
+    assert same(never["agent"], often["agent"])
+    assert same(never["optimizer"], often["optimizer"])
+    assert len(never["state"]["returns"]) == len(often["state"]["returns"]) == 4 * 2
 
 
 @pytest.mark.slow

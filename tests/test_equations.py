@@ -20,7 +20,6 @@ from helpers import (
     direct_gae,
     each_script,
     float64,
-    random_ends,
     same_step_ends,
 )
 from hypothesis import given, settings
@@ -120,23 +119,6 @@ def test_gae_is_the_sum_of_discounted_deltas(seed, steps, envs, chance, gamma, g
     np.testing.assert_allclose(returns, expected + values, rtol=1e-6, atol=1e-5)
 
 
-@FAST
-@GAE
-def test_filler_rows_do_not_influence_the_gae_of_atari_games(seed, steps, envs, chance, gamma, gae_lambda):
-    """The sum goes to the episode's end. Returns are A + V."""
-    rng = np.random.default_rng(seed)
-    terminated, truncated, valid = random_ends(rng, steps, envs, chance)
-    valid[0] &= terminated[0] | truncated[0] | (rng.random(envs) < 0.5)  # a filler row may come first
-    rewards, values = rng.normal(0, 5, (steps, envs)), rng.normal(0, 5, (steps + 1, envs))
-    expected = direct_gae(rewards, values, terminated, truncated, gamma, gae_lambda)
-    rewards[~valid] = 1e6
-    values[1:][terminated] = np.nan
-    inputs = map(torch.from_numpy, (rewards, values, terminated, truncated))
-    advantages, returns = (x.numpy() for x in ATARI.script.compute_gae(*inputs, gamma, gae_lambda))
-    np.testing.assert_allclose(advantages[valid], expected[valid], rtol=1e-6, atol=1e-5)
-    np.testing.assert_allclose(returns[valid], (expected + values[:-1])[valid], rtol=1e-6, atol=1e-5)
-
-
 # ppo_loss
 
 
@@ -176,7 +158,7 @@ def random_batch(case, seed, rows=12):
 def reference_loss(case, policy, values, batch, args, surrogate, coefficients):
     """Compute the loss and its metrics by torch.distributions."""
     epsilon = coefficients["clip_coef"]
-    if case is ATARI:  # in its batches, filler rows have a weight of 0
+    if case is ATARI:  # in its batches, forced rows have a weight of 0
         rows = batch.weights == 1
         policy, values, batch = policy[rows], values[rows], batch._make(column[rows] for column in batch)
     advantages, returns, actions = batch.advantages, batch.returns, batch.actions

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import atari_games
 import gpu_envs
 import numpy as np
 import pytest
@@ -20,15 +21,14 @@ import ppo_continuous
 import ppo_gpu
 import ppo_lstm
 
-SIZE = 4 * 8  # transitions per iteration, in ppo_atari.py a few less
+SIZE = 4 * 8  # transitions per iteration
 THREE = 2.5 * SIZE  # --total-timesteps that take three iterations
-SHORT_GAME = '{"max_num_frames_per_episode": 80, "noop_max": 0}'
-SETTINGS = {  # their environments draw from Python's and NumPy's generators, but for the game
+SETTINGS = {  # their environments draw from Python's and NumPy's generators
     ppo: {"env_id": "user_envs:Global-v0", "hidden_size": 16},
     ppo_continuous: {"env_id": "user_envs:GlobalBox-v0", "hidden_size": 16},
     ppo_lstm: {"env_id": "user_envs:Global-v0", "hidden_size": 16},
-    ppo_atari: {"env_id": "ALE/Pong-v5", "env_kwargs": SHORT_GAME, "num_threads": 1, "device": "cpu"},
-    ppo_gpu: {"env_id": "gpu_envs:Draws", "hidden_size": 16, "device": "cpu"},
+    ppo_atari: {"env_id": "ALE/Pong-v5", "num_threads": 1, "device": "cpu"},
+    ppo_gpu: {"env_id": "gpu_envs:Draws", "hidden_sizes": (16, 16), "device": "cpu"},
 }
 each_script = pytest.mark.parametrize("script", SETTINGS, ids=lambda script: script.__name__)
 # ppo_continuous.py and ppo_lstm.py have the same text as ppo.py.
@@ -36,9 +36,17 @@ each_text = pytest.mark.parametrize("script", [ppo, ppo_atari, ppo_gpu], ids=lam
 
 
 @pytest.fixture(autouse=True)
-def quick_initial_weights(monkeypatch):
-    """The orthogonal ones of ppo_atari.py take half a second for each evaluation."""
-    monkeypatch.setattr(ppo_atari, "initialize", lambda layer, gain=1.0: layer)
+def small_atari(monkeypatch):
+    """Give ppo_atari.py scripted games and a small network."""
+
+    def make_envs(args, num_envs):
+        scripts = [atari_games.LIVES, atari_games.SHORT, atari_games.CUT, atari_games.LIVES][:num_envs]
+        return atari_games.make_games(*scripts, kind=atari_games.DrawnGames)
+
+    with monkeypatch.context() as patch:  # which a test does not undo
+        patch.setattr(ppo_atari, "make_envs", make_envs)
+        patch.setattr(ppo_atari, "Agent", atari_games.SmallNetwork)
+        yield
 
 
 def train(script, folder, **changes):
@@ -269,7 +277,7 @@ def test_videos_of_the_last_policy_and_of_the_best_one_are_recorded(tmp_path, mo
         assert len([*tmp_path.glob(f"runs/*/{name}/*.mp4")]) == 2
 
 
-@pytest.mark.parametrize(("script", "step"), [(ppo, 13), (ppo_atari, 2), (ppo_gpu, 2)])
+@pytest.mark.parametrize(("script", "step"), [(ppo, 13), (ppo_atari, 4), (ppo_gpu, 2)])
 def test_ctrl_c_in_an_evaluation_ends_the_run_and_keeps_the_best_policy(script, step, tmp_path, monkeypatch):
     """It comes in a step of the second evaluation. The episodes that were played to their end choose nothing.
 
@@ -312,7 +320,9 @@ def test_the_best_policy_is_not_resumed(script, tmp_path):
         train(script, tmp_path, resume=str(best), total_timesteps=1000)
 
 
-@pytest.mark.parametrize("script", [ppo, ppo_continuous, ppo_lstm], ids=lambda script: script.__name__)
+@pytest.mark.parametrize(
+    "script", [ppo, ppo_continuous, ppo_lstm, ppo_atari], ids=lambda script: script.__name__
+)
 def test_a_new_run_starts_from_the_best_policy(script, tmp_path):
     done = train(script, tmp_path, eval_every=1.0)
     best = done.folder / "best.pt"

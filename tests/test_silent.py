@@ -629,12 +629,13 @@ def test_a_run_that_is_still_going_is_not_resumed(case, trained, tmp_path):
     assert load(tmp_path / "checkpoint.pt")["state"]["global_step"] == 512
 
 
-def test_torchrun_is_refused(monkeypatch, capsys):
+@pytest.mark.parametrize("file", ["ppo.py", "ppo_atari.py"])
+def test_torchrun_is_refused(file, monkeypatch, capsys):
     """Each process would train the same run."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(sys, "argv", ["ppo.py"])
+    monkeypatch.setattr(sys, "argv", [file])
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / "ppo.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / file), run_name="__main__")
     assert end.value.code == 2
     assert "torchrun" in capsys.readouterr().err
 
