@@ -239,7 +239,7 @@ def test_a_rollout_continues_where_the_last_one_ended():
 
 @pytest.mark.parametrize("clip_rewards", [True, False])
 def test_advantages_count_the_last_image_of_a_cut_game_and_none_after_a_lost_life(clip_rewards):
-    """The value of an image is its number here. One game is terminated at the frame limit, which wins."""
+    """Nor after a game's end, also in the step of the frame limit. The value of an image is its number here."""
     both = (2, 3, 0, 0), (1, 3, 1, 1)
     rollout, _, envs, _ = play(11, LIVES, CUT, both, forward=number)
     batch = ppo.make_batch(rollout, make_args(num_envs=3, clip_rewards=clip_rewards))
