@@ -578,13 +578,16 @@ def train(args: Args, envs: Any = None, eval_envs: Any = None, show_commands: bo
         return collect_rollout(envs, choose, current_obs, sums, args)
 
     @fast_products()
-    def learn(orders: Tensor, *columns: Tensor) -> dict[str, Tensor]:
+    def prepare(*columns: Tensor) -> Batch:
         rollout = Rollout(*columns)
-        batch = make_batch(agent, rollout, *normalize_rollout(agent, rollout, args), args)
-        return update(agent, optimizer, compute, batch, orders, args)
+        return make_batch(agent, rollout, *normalize_rollout(agent, rollout, args), args)
+
+    @fast_products()
+    def learn(orders: Tensor, *columns: Tensor) -> dict[str, Tensor]:
+        return update(agent, optimizer, compute, Batch(*columns), orders, args)
 
     if can_record(args):
-        learn = recorded(learn)
+        prepare, learn = recorded(prepare), recorded(learn)
         if getattr(envs, "recordable", False):
             collect = recorded(collect)  # all T steps are one graph
         else:
@@ -597,22 +600,22 @@ def train(args: Args, envs: Any = None, eval_envs: Any = None, show_commands: bo
             set_learning_rate(optimizer, args.learning_rate * (remaining if args.anneal_lr else 1))
         begun = time.perf_counter()
         rollout, logs = collect()
-        size = rollout.rewards.numel()
         rollout.rewards[-1, -1].item()  # reading a number waits for the GPU
         collected = time.perf_counter()
-        orders = [torch.randperm(size, device=args.device) for _ in range(args.update_epochs)]
-        tensors = learn(torch.stack(orders), *rollout)
+        batch = prepare(*rollout)
+        orders = [torch.randperm(len(batch.obs), device=args.device) for _ in range(args.update_epochs)]
+        tensors = learn(torch.stack(orders), *batch)
         metrics = dict(zip(tensors, torch.stack([*tensors.values()]).tolist(), strict=True))
         metrics["charts/seconds_collecting"] = collected - begun
         metrics["charts/seconds_learning"] = time.perf_counter() - collected
-        state.global_step += size * PROCESSES
+        state.global_step += rollout.rewards.numel() * PROCESSES
         keep_episodes(envs, state)
         if run is not None:
             run.log(metrics, rollout, logs)
         if run is not None and args.eval_every > 0:
             run.evaluate_if_due(eval_envs)
     if PROCESSES > 1:
-        del learn  # NCCL waits for graphs that use it
+        del prepare, learn  # NCCL waits for graphs that use it
         dist.destroy_process_group()
     return {} if run is None else run.finish(eval_envs, show_commands)
 
