@@ -452,7 +452,7 @@ def train(args: Args, show_commands: bool = False) -> dict:
     saved = load_start(args)
     if args.resume is not None:
         vars(state).update(saved["state"])
-    seed = hash_seed(args.seed, state.global_step)  # a resumed run has new games
+    seed = hash_seed(args.seed, state.global_step) // 2  # a resumed run has new games; the ALE adds to it
     eval_envs, envs = make_eval_env(args), make_envs(args, args.num_envs)
     if envs.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
         raise Refused("the environments must reset in the same step: see AutoresetMode.SAME_STEP")
@@ -560,6 +560,14 @@ def check_settings(args: Args) -> None:
 # ------------------------------------------------- Environments --------------------------------------------
 
 
+# Arguments of ale_py's AtariVectorEnv. Rewards are clipped, and lost lives are noticed, in this file.
+PROTOCOL = {
+    "frameskip": 4, "maxpool": True, "grayscale": True, "img_height": 84, "img_width": 84, "stack_num": 4,
+    "episodic_life": False, "life_loss_info": False, "reward_clipping": False,
+    "continuous": False, "batch_size": 0,
+}  # fmt: skip
+
+
 def make_envs(args: Args, num_envs: int) -> VectorEnv:
     """Games in the ALE's own vector environment, under DeepMind's protocol ([DQN], Methods).
 
@@ -575,15 +583,12 @@ def make_envs(args: Args, num_envs: int) -> VectorEnv:
     if "game" not in settings:
         raise Refused(f"{args.env_id} is not an Atari game: use ppo.py or ppo_continuous.py")
     settings.pop("frameskip", None)
-    # What is named here is the protocol. Python refuses another value of it in --env-kwargs.
+    # Python refuses another value of the protocol in --env-kwargs.
     envs = AtariVectorEnv(
         **(settings | json.loads(args.env_kwargs)),
+        **PROTOCOL,
         num_envs=num_envs,
         num_threads=min(args.num_threads, num_envs),
-        frameskip=4,
-        episodic_life=False,
-        life_loss_info=False,
-        reward_clipping=False,
         autoreset_mode=AutoresetMode.SAME_STEP,
     )
     buttons = [action.name for action in envs.ale.get_action_set()]
@@ -618,6 +623,8 @@ class LostLives(gym.vector.VectorWrapper):
 
 def make_eval_env(args: Args) -> VectorEnv:
     """The games of the evaluation, made before training: what fails there fails at once."""
+    if args.eval_episodes < 1:
+        raise Refused("--eval-episodes must be at least 1")
     if args.capture_video and not find_spec("moviepy"):
         raise Refused("--capture-video needs: pip install moviepy")
     return make_envs(args, args.eval_episodes)
@@ -843,7 +850,10 @@ def evaluate(path: str | Path, args: Args, envs: VectorEnv | None = None) -> np.
         result = evaluate(path, args, envs)
         close(envs)
         return result
-    seed = hash_seed(args.seed, 2**40)  # games that training has not seen
+    num_actions = len(load_checkpoint(path)[1]["agent"]["actor.bias"])
+    if num_actions != envs.single_action_space.n:  # the ALE would wait for ever
+        raise Refused(f"{path} is for a game of {num_actions} actions, not for {args.env_id}")
+    seed = hash_seed(args.seed, 2**40) // 2  # games that training has not seen
     frames = []  # of the first game
     totals, returns = np.zeros(args.eval_episodes), np.full(args.eval_episodes, np.nan)
     with isolated_random_numbers(seed):

@@ -239,7 +239,7 @@ def test_a_rollout_continues_where_the_last_one_ended():
 
 @pytest.mark.parametrize("clip_rewards", [True, False])
 def test_advantages_count_the_last_image_of_a_cut_game_and_none_after_a_lost_life(clip_rewards):
-    """Nor after a game's end, also in the step of the frame limit. The value of an image is its number here."""
+    """Nor after a game that is over in the step of the frame limit. The value of an image is its number."""
     both = (2, 3, 0, 0), (1, 3, 1, 1)
     rollout, _, envs, _ = play(11, LIVES, CUT, both, forward=number)
     batch = ppo.make_batch(rollout, make_args(num_envs=3, clip_rewards=clip_rewards))
@@ -602,6 +602,22 @@ def test_environments_that_do_not_reset_in_the_same_step_are_refused(mode, folde
     assert os.listdir(folder) == []
 
 
+def test_a_policy_for_other_actions_is_refused(folder):
+    """The simulator would wait for ever, or press other buttons."""
+    args = ppo.Args(**RUN)
+    for num_actions in (9, 4):  # the scripted games have 5
+        content = {"args": vars(args), "agent": ppo.Agent(args, num_actions).state_dict(), "state": {}}
+        torch.save(content, "checkpoint.pt")
+        with pytest.raises(ppo.Refused, match=f"{num_actions} actions"):
+            ppo.evaluate("checkpoint.pt", args)
+
+
+def test_no_games_to_evaluate_are_refused(folder):
+    """The simulator would break off with a segmentation fault."""
+    with pytest.raises(ppo.Refused, match="--eval-episodes must be at least 1"):
+        ppo.evaluate("checkpoint.pt", ppo.Args(**RUN | {"eval_episodes": 0}))
+
+
 def test_settings_that_a_checkpoint_would_forget_are_refused():
     """A program may pass settings of a class of its own, and not put it in the place of `Args`."""
 
@@ -639,7 +655,7 @@ def test_a_loaded_policy_plays_the_evaluation_which_records_a_video(tmp_path):
         greedy = agent(torch.from_numpy(obs))[0].argmax(-1).tolist()
     assert policy(obs).tolist() == [policy(one).item() for one in obs] == greedy
     envs = ppo.make_envs(args, 3)
-    obs, _ = envs.reset(seed=ppo.hash_seed(1, 2**40))
+    obs, _ = envs.reset(seed=ppo.hash_seed(1, 2**40) // 2)
     returns, over = np.zeros(3), np.zeros(3, bool)
     while not over.all():
         obs, rewards, _, _, infos = envs.step(policy(obs))

@@ -95,6 +95,7 @@ LOUD = {  # words of the command, and what Python, PyTorch, Gymnasium or tyro sa
 LOUD_IN_ATARI = {
     "--env-id ALE/Pung-v5": "gymnasium.error",
     '--env-kwargs {"episodic_life":true}': "multiple values for keyword argument 'episodic_life'",
+    '--env-kwargs {"stack_num":1}': "multiple values for keyword argument 'stack_num'",
     '--env-kwargs {"difficulty":1}': "unexpected keyword argument 'difficulty'",
 }
 LOUD_CASES = [*((DISCRETE, *items) for items in LOUD.items())]
