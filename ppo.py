@@ -900,7 +900,7 @@ class Run:
             print(f"training ends: the return has reached --stop-at {args.stop_at:.10g}")
             self.stop_at_reached = True
 
-    def finish(self, env: gym.Env, show_commands: bool) -> dict:
+    def finish(self, env: Any, show_commands: bool) -> dict:
         """Save, evaluate unless the run was stopped, and close the log. Returns the results."""
         complete = self.state.global_step >= self.args.total_timesteps
         if self.state.global_step > self.first_step or self.args.resume is None:

@@ -23,11 +23,11 @@ It trains on any game of the Arcade Learning Environment (ALE), under DeepMind's
 
 PPO comes first: networks, equations, then the algorithm up to `train`, which repeats:
 
-    collect_rollout        acts for T steps in N environments, and fills the rollout
-    make_batch             estimates advantages (compute_gae), and flattens the rollout
+    collect_rollout        acts for T steps in N environments
+    make_batch             estimates advantages (compute_gae)
     update                 takes K epochs of gradient steps on minibatches, each on the loss of ppo_loss
 
-Shapes: T steps per rollout, N environments, A actions, B transitions in a batch. An observation is the last 4
+Shapes: T steps per rollout, N environments, A actions, B = T x N transitions. An observation is the last 4
 images, the newest last: [4, 84, 84], bytes.
 """
 
@@ -92,12 +92,12 @@ class Args:  # the trailing comments become --help
     learning_rate: float = 2.5e-4  # Adam's step size
     anneal_lr: bool = True  # decay the learning rate linearly to 0
     gamma: float = 0.99  # γ: discount factor
-    gae_lambda: float = 0.95  # λ: trades bias (0) against variance (1) of the advantages
-    update_epochs: int = 4  # K: passes over each rollout
+    gae_lambda: float = 0.95  # λ of GAE: lower values give more bias, higher ones more variance
+    update_epochs: int = 4  # K: epochs per rollout
     num_minibatches: int = 4  # minibatches per epoch, one gradient step each
     norm_adv: bool = True  # normalise the advantages of each minibatch to mean 0, standard deviation 1
     clip_coef: float = 0.1  # ε: the ratio of new to old probability is clipped to 1 ± ε
-    clip_vloss: bool = False  # also clip the change of the value to ±ε ([Matters], §3)
+    clip_vloss: bool = False  # also clip the change of the value to ±ε
     target_kl: float | None = None  # stop an iteration if an epoch's last minibatch has a KL above this
     ent_coef: float = 0.01  # c₂: weight of the entropy bonus
     vf_coef: float = 0.5  # c₁: weight of the value loss, ½ (V - return)²
@@ -221,7 +221,7 @@ class Batch(NamedTuple):
 
 @dataclass
 class State:
-    """Coefficients and progress, as a checkpoint has them besides the networks and the optimizer."""
+    """Coefficients and progress: what a checkpoint holds besides settings, agent and optimizer."""
 
     learning_rate: float
     global_step: int = 0  # transitions so far
@@ -231,18 +231,14 @@ class State:
     last_evaluation: int = 0  # step of the last evaluation of --eval-every
 
 
-def mean(x: Tensor, weights: Tensor) -> Tensor:
-    """The mean of x [B], each row counted by its weight [B]."""
-    return weights @ x / weights.sum().clamp(min=1)
-
-
 def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss to minimise, and metrics: [PPO], equation 9, negated, with ½ in the value loss."""
     policy, values = agent(batch.obs)
+    shares = batch.weights / batch.weights.sum().clamp(min=1)  # of the rows in a mean
     advantages = batch.advantages
     if args.norm_adv:
-        centred = advantages - mean(advantages, batch.weights)
-        advantages = centred / (mean(centred.square(), batch.weights).sqrt() + 1e-8)
+        centred = advantages - advantages @ shares
+        advantages = centred / ((centred.square() @ shares).sqrt() + 1e-8)
 
     log_ratio = log_prob(policy, batch.actions) - log_prob(batch.old_policy, batch.actions)
     ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s)
@@ -251,19 +247,19 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, 
     policy_losses = -torch.min(ratio * advantages, clipped_ratio * advantages)
 
     value_losses = 0.5 * (values - batch.returns).square()
-    if args.clip_vloss:  # the larger of two losses: of V, and of V clipped to V_old ± ε
+    if args.clip_vloss:  # the larger of two losses: of V, and of V clipped to V_old ± ε ([Matters], §3)
         change = (values - batch.old_values).clamp(-args.clip_coef, args.clip_coef)
         value_losses = torch.max(value_losses, 0.5 * (batch.old_values + change - batch.returns).square())
 
     entropies = entropy(policy)
-    shares = batch.weights / batch.weights.sum().clamp(min=1)  # weights in a mean
     loss = (policy_losses + args.vf_coef * value_losses - args.ent_coef * entropies) @ shares
     with torch.no_grad():  # scalars, averaged over the gradient steps, then logged as losses/<name>
         metrics = {
             "policy_loss": policy_losses @ shares,
             "value_loss": value_losses @ shares,
             "entropy": entropies @ shares,
-            "approx_kl": (ratio - 1 - log_ratio) @ shares,  # k3 of Schulman 2020
+            # k3 of Schulman 2020, "Approximating KL Divergence"
+            "approx_kl": (ratio - 1 - log_ratio) @ shares,
             "clipfrac": ((ratio - 1).abs() > args.clip_coef).type_as(shares) @ shares,
         }
     return loss, metrics
@@ -280,9 +276,9 @@ class Rollout:
     which ends an episode but not the game, the next step presses FIRE, and is not learnt from.
 
         step     t           t+1           t+2
-        obs      s           s after loss  s
         action   drawn       FIRE          drawn
         end      terminated  no            no
+        weight   1           0             1
     """
 
     def __init__(self, args: Args, num_actions: int):
@@ -347,7 +343,7 @@ def make_batch(rollout: Rollout, args: Args) -> Batch:
 
 def compute_gradients(agent: Agent, minibatch: Batch, args: Args) -> dict[str, Tensor]:
     """Compute the gradients of the loss, clipped to --max-grad-norm, in the agent. Returns metrics."""
-    agent.zero_grad()
+    agent.zero_grad()  # here, since a CUDA graph writes to the gradients with which it was recorded
     loss, metrics = ppo_loss(agent, minibatch, args)
     loss.backward()
     metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
@@ -358,13 +354,14 @@ def compute_gradients(agent: Agent, minibatch: Batch, args: Args) -> dict[str, T
 def mean_kl(agent: Agent, batch: Batch) -> float:
     """KL divergence of the current policy from the one that acted, in nats; of a minibatch, to save time."""
     policy, _ = agent(batch.obs)
-    return mean(kl_divergence(batch.old_policy, policy), batch.weights).item()
+    weighted = kl_divergence(batch.old_policy, policy) @ batch.weights
+    return (weighted / batch.weights.sum().clamp(min=1)).item()
 
 
 def update(
     agent: Agent, optimizer: Adam, compute: Callable, batch: Batch, args: Args, state: State
 ) -> dict[str, float]:
-    """K epochs of gradient steps on shuffled minibatches, by `compute`: `compute_gradients` of its columns.
+    """K epochs of gradient steps on shuffled minibatches, by `compute`: `compute_gradients` of the columns.
 
     Returns metrics: of the batch, means over the gradient steps, and the last minibatch's KL divergence.
     """
@@ -378,12 +375,13 @@ def update(
             minibatch = Batch(*(column[rows] for column in batch))
             step_metrics = compute(*minibatch)
             optimizer.step()
-            steps.append(torch.stack([*step_metrics.values()]))  # a copy: a CUDA graph overwrites them
+            # Copies, since a CUDA graph overwrites them.
+            steps.append({name: metric.clone() for name, metric in step_metrics.items()})
         if args.target_kl is not None and mean_kl(agent, minibatch) > args.target_kl:
             break
-    metrics |= dict(zip(step_metrics, torch.stack(steps).mean(0).tolist(), strict=True))
-    first = dict(zip(step_metrics, steps[0].tolist(), strict=True))
-    metrics["first_approx_kl"] = first["approx_kl"]  # before the first step: 0, up to rounding
+    for name in steps[0]:
+        metrics[name] = torch.stack([step[name] for step in steps]).mean().item()
+    metrics["first_approx_kl"] = steps[0]["approx_kl"].item()  # before the first step: 0, up to rounding
     metrics["kl"] = mean_kl(agent, minibatch)
     return metrics
 
@@ -561,7 +559,7 @@ def check_settings(args: Args) -> None:
 
 
 # Arguments of ale_py's AtariVectorEnv. Rewards are clipped, and lost lives are noticed, in this file.
-PROTOCOL = {
+PROTOCOL: dict[str, Any] = {
     "frameskip": 4, "maxpool": True, "grayscale": True, "img_height": 84, "img_width": 84, "stack_num": 4,
     "episodic_life": False, "life_loss_info": False, "reward_clipping": False,
     "continuous": False, "batch_size": 0,
@@ -737,7 +735,7 @@ class Run:
             print(f"training ends: the return has reached --stop-at {args.stop_at:.10g}")
             self.stop_at_reached = True
 
-    def finish(self, env: gym.Env, show_commands: bool) -> dict:
+    def finish(self, env: Any, show_commands: bool) -> dict:
         """Save, evaluate unless the run was stopped, and close the log. Returns the results."""
         complete = self.state.global_step >= self.args.total_timesteps
         if self.state.global_step > self.first_step or self.args.resume is None:
@@ -819,7 +817,12 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> tuple[Args, dict]:
 def load_start(args: Args) -> dict:
     """The content of the checkpoint that --resume or --init names, if one does."""
     start = args.init if args.resume is None else args.resume
-    return {} if start is None else load_checkpoint(find_checkpoint(start, args.exp_name))[1]
+    if start is None:
+        return {}
+    saved, content = load_checkpoint(find_checkpoint(start, args.exp_name))
+    if args.clip_rewards != saved.clip_rewards:
+        raise Refused(f"--clip-rewards must be as in {start}, whose critic has learnt with it")
+    return content
 
 
 def load_policy(path: str | Path, device: str = "cpu") -> Callable:
@@ -850,7 +853,8 @@ def evaluate(path: str | Path, args: Args, envs: VectorEnv | None = None) -> np.
         result = evaluate(path, args, envs)
         close(envs)
         return result
-    num_actions = len(load_checkpoint(path)[1]["agent"]["actor.bias"])
+    content = load_checkpoint(path)[1]
+    num_actions = len(content["agent"]["actor.bias"])
     if num_actions != envs.single_action_space.n:  # the ALE would wait for ever
         raise Refused(f"{path} is for a game of {num_actions} actions, not for {args.env_id}")
     seed = hash_seed(args.seed, 2**40) // 2  # games that training has not seen
@@ -874,7 +878,7 @@ def evaluate(path: str | Path, args: Args, envs: VectorEnv | None = None) -> np.
         folder = str(path.with_name("best_videos" if path.name == "best.pt" else "videos"))
         save_video(frames, folder, fps=15)
         print(f"videos: {folder}")
-    steps = load_checkpoint(path)[1]["state"]["global_step"]
+    steps = content["state"]["global_step"]
     shown = f"{np.mean(returns):.5g} +/- {np.std(returns):.3g} in {len(returns)} games"
     print(f"evaluation return {shown} with the most likely actions, after {steps:,} steps")
     return returns

@@ -12,7 +12,7 @@ Observations, actions and rewards are tensors that stay on the GPU. Without --en
 are written in PyTorch. Other names are those of MuJoCo Playground, which needs playground_tasks.py. For your
 own environments, or those of Isaac Lab, mjlab or ManiSkill, write a class like `Pendulums` that is called
 with `Args`, and name it: --env-id my_module:MyClass. Under torchrun, each process has a GPU with environments
-of its own, and all train the same networks. A trained policy is a module to export: load_policy.
+of its own, and all train the same networks. A trained policy can be exported: `load_policy` returns a module.
 
   [PPO]     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   [GAE]     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
@@ -27,10 +27,10 @@ PPO comes first: networks, equations, then the algorithm up to `train`, which re
 
     collect_rollout        acts for T steps in N environments
     normalize_rollout      normalises observations and rewards, and updates the running statistics
-    make_batch             estimates advantages (compute_gae), and flattens the rollout
+    make_batch             estimates values and advantages (compute_gae)
     update                 takes K epochs of gradient steps on minibatches, each on the loss of ppo_loss
 
-Shapes: T steps per rollout, N environments, D numbers per observation, A per action, B = T N transitions.
+Shapes: T steps per rollout, N environments, D numbers per observation, A per action, B = T x N transitions.
 """
 
 import io
@@ -57,7 +57,6 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import IO, Any, Literal, NamedTuple
 
-import gymnasium as gym
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -92,12 +91,12 @@ class Args:  # the trailing comments become --help
     # PPO
     total_timesteps: float = 1_000_000  # total number of transitions, also as 1e6
     num_steps: int = 16  # T: steps of each environment per rollout
-    learning_rate: float = 1e-3  # Adam's step size; with --desired-kl, the first one
+    learning_rate: float = 1e-3  # Adam's step size; with --desired-kl, its initial value
     anneal_lr: bool = True  # decay the learning rate linearly to 0 (not with --desired-kl)
     desired_kl: float | None = None  # adapt the learning rate to hold this KL divergence (0.01, in nats)
     gamma: float = 0.95  # γ: discount factor
-    gae_lambda: float = 0.95  # λ: trades bias (0) against variance (1) of the advantages
-    update_epochs: int = 10  # K: passes over each rollout
+    gae_lambda: float = 0.95  # λ of GAE: lower values give more bias, higher ones more variance
+    update_epochs: int = 10  # K: epochs per rollout
     num_minibatches: int = 8  # minibatches per epoch, one gradient step each
     clip_coef: float = 0.2  # ε: the ratio of new to old probability is clipped to 1 ± ε
     clip_vloss: bool = False  # also clip the change of the value to ±ε
@@ -123,10 +122,11 @@ BOUNDS = {
     "init_log_std": (-10, 2),
 }  # fmt: skip
 
+ADAPTED_RATES = 1e-5, 1e-2  # limits of the learning rate with --desired-kl: those of RSL-RL
 # Defaults for all other environments. γ and the learning rate are those of Playground for its control suite.
 OTHERS = Args(num_envs=2048, num_steps=32, total_timesteps=30_000_000, gamma=0.995, update_epochs=8,
               num_minibatches=16, hidden_sizes=(256, 256))  # fmt: skip
-# As torchrun sets them: how many processes there are, the number of this one, and that among its machine's.
+# Set by torchrun: the number of processes, the index of this one, and its index on this machine.
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
 RANK = int(os.environ.get("RANK", 0)) if PROCESSES > 1 else 0
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0)) if PROCESSES > 1 else 0
@@ -279,11 +279,11 @@ class Batch(NamedTuple):
 
 @dataclass
 class State:
-    """Progress, as a checkpoint has it besides the networks and the optimizer."""
+    """Progress: what a checkpoint holds besides settings, agent and optimizer."""
 
     global_step: int = 0  # transitions so far
-    returns: list[float] = field(default_factory=list)  # of the last 100 episodes
-    episodes: dict[str, Tensor] = field(default_factory=dict)  # with which unfinished episodes go on
+    returns: list[float] = field(default_factory=list)  # of 100 of the last episodes
+    episodes: dict[str, Tensor] = field(default_factory=dict)  # unfinished ones, and environments' buffers
     best_return: float = -math.inf  # of best.pt, in the evaluation that chose it
     best_step: int = 0  # of best.pt
     last_evaluation: int = 0  # step of the last evaluation of --eval-every
@@ -334,7 +334,10 @@ class Rollout(NamedTuple):
     rewards: Tensor  # [T, N], r_t
     terminated: Tensor  # [T, N]
     truncated: Tensor  # [T, N]
-    sums: Tensor  # [T, 3, N]: discounted return, return and length of the episode, up to and with this step
+    # Of the episode, up to and with this step:
+    discounted_returns: Tensor  # [T, N]
+    episode_returns: Tensor  # [T, N], NaN in the first episodes, which are shortened: see begin_episodes
+    episode_lengths: Tensor  # [T, N]
 
 
 @torch.no_grad()
@@ -343,7 +346,7 @@ def collect_rollout(
 ) -> tuple[Rollout, dict[str, Tensor]]:
     """Act for T steps by `choose`. Returns the rollout, and the means of what the environments log, by name.
 
-    Observations [N, D] and sums [3, N] become those after the steps.
+    Observations [N, D], and sums [3, N] for the last fields of `Rollout`, become those after the steps, in place.
     """
     rows, logs = [], []
     for _ in range(args.num_steps):
@@ -351,8 +354,8 @@ def collect_rollout(
         obs, rewards, terminated, truncated, next_obs, diverged = take_step(envs, actions)
         sums[0] *= args.gamma
         sums += torch.stack([rewards, rewards, torch.ones_like(rewards)])
-        row = current_obs, next_obs, actions, policies, rewards, terminated, truncated, sums
-        rows.append([x.clone() for x in row])  # memory may be used again
+        row = current_obs, next_obs, actions, policies, rewards, terminated, truncated, *sums
+        rows.append([x.clone() for x in row])  # copies: environments and CUDA graphs reuse memory
         logs.append({name: x.clone() for name, x in ({"diverged": diverged} | log_of(envs)).items()})
         sums.masked_fill_(terminated | truncated, 0)
         current_obs.copy_(obs)
@@ -362,15 +365,16 @@ def collect_rollout(
 def take_step(envs: Any, actions: Tensor) -> tuple[Tensor, ...]:
     """A step of the environments. Returns what `step` does, and where a simulation diverged [N].
 
-    It did where the reward, or a number of the state that the action led to, is NaN or infinite. That ends
-    the episode, if the environments terminate there, or have `reset_where`; such a reward then counts as 0.
+    A simulation diverged where the reward, or a number of next_obs, is NaN or infinite. That ends the episode
+    if the environments terminate there, or have `reset_where`; such a reward then counts as 0.
     """
     obs, rewards, terminated, truncated, next_obs = envs.step(actions.clone())  # theirs to change
-    diverged = ~(rewards + next_obs.sum(-1)).isfinite()  # of a sum, if it is so of any number in it
+    diverged = ~(rewards + next_obs.sum(-1)).isfinite()  # a sum is NaN or infinite if one of its terms is
     if hasattr(envs, "reset_where"):
-        obs = envs.reset_where(diverged & ~terminated)
-        terminated = terminated | diverged
-    rewards = rewards.masked_fill(diverged & terminated & ~rewards.isfinite(), 0)
+        restarted = diverged & ~terminated
+        obs = torch.where(restarted.unsqueeze(-1), envs.reset_where(restarted), obs)
+        terminated = terminated | diverged  # so that next_obs counts nowhere
+    rewards = rewards.masked_fill(terminated & ~rewards.isfinite(), 0)
     return obs, rewards, terminated, truncated, next_obs, diverged
 
 
@@ -379,14 +383,14 @@ def normalize_rollout(agent: Agent, rollout: Rollout, args: Args) -> tuple[Tenso
     """Normalised obs and next_obs [T, N, D], and scaled rewards [T, N]. Updates the running statistics.
 
     Observations are normalised by the statistics that acting used, before they are updated. Rewards are
-    divided by the running std, after its update, of the discounted return, and clipped to ±10 ([Matters],
-    §3).
+    divided by the running std, after its update, of the discounted return R_t = γ R_{t-1} + r_t, which starts
+    from 0 in each episode, and clipped to ±10 ([Matters], §3).
     """
     obs, next_obs = agent.normalize(rollout.obs), agent.normalize(rollout.next_obs)
     agent.obs_moments.update(rollout.obs.flatten(0, 1))
     rewards = rollout.rewards
     if args.norm_rewards:
-        agent.return_moments.update(rollout.sums[:, 0].reshape(-1, 1))
+        agent.return_moments.update(rollout.discounted_returns.reshape(-1, 1))
         rewards = (rewards * torch.rsqrt(agent.return_moments.var + 1e-8)).clamp(-10, 10)
     return obs, next_obs, rewards
 
@@ -430,8 +434,8 @@ def update(
 ) -> dict[str, Tensor]:
     """K epochs of gradient steps on minibatches, by `compute`: `compute_gradients`, compiled or not.
 
-    `orders` [K, B] are those of the epochs; they are drawn outside, as a CUDA graph wants them. Returns
-    metrics: of the batch, and means over the gradient steps.
+    `orders` [K, B] shuffle the batch in each epoch; they are drawn outside, since an update that is recorded
+    as a CUDA graph gets new numbers as inputs. Returns metrics: of the batch, and means over gradient steps.
     """
     steps = []
     for order in orders:
@@ -459,14 +463,32 @@ def batch_metrics(batch: Batch, args: Args) -> dict[str, Tensor]:
     """
     errors = batch.returns - batch.old_values  # of the critic
     variance, mean_square = batch.returns.var(correction=0), batch.returns.square().mean()
-    unexplained = errors.var(correction=0) / torch.where(variance > 1e-12 * mean_square, variance, torch.nan)
-    metrics = {"explained_variance": 1 - unexplained}
-    metrics["critic_error"] = (errors.square().mean() / mean_square).sqrt()
+    can_predict = variance > 1e-12 * mean_square  # not only rounding
+    ratios = {
+        "explained_variance": 1 - errors.var(correction=0) / variance,
+        "critic_error": (errors.square().mean() / mean_square).sqrt(),
+    }
+    metrics = {name: torch.where(can_predict, ratio, torch.nan) for name, ratio in ratios.items()}
     if args.norm_obs:  # where many are clipped, large ones look the same
         metrics["obs_clipfrac"] = (batch.obs.abs() >= 10).float().mean()
     if args.norm_rewards:
         metrics["reward_clipfrac"] = (batch.rewards.abs() >= 10).float().mean()
     return metrics
+
+
+def make_optimizer(agent: Agent, args: Args, saved: dict) -> Adam:
+    """Adam, new or as in a checkpoint that is resumed. Its learning rates are tensors, for CUDA graphs."""
+    optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)  # ε: [37], detail 3
+    for group in optimizer.param_groups:  # groups of your own keep their ratio to --learning-rate
+        group["lr_ratio"] = group["lr"] / args.learning_rate if args.learning_rate > 0 else 1
+    if args.resume is not None:
+        optimizer.load_state_dict(saved["optimizer"])
+    for group in optimizer.param_groups:
+        group.setdefault("lr_ratio", 1)  # of version 0.2
+        group.update(lr=torch.as_tensor(group["lr"], device=args.device), capturable=args.device == "cuda")
+    if args.resume is not None and args.learning_rate != saved["args"]["learning_rate"]:
+        set_learning_rate(optimizer, args.learning_rate)  # otherwise, an adapted rate continues
+    return optimizer
 
 
 def set_learning_rate(optimizer: Adam, learning_rate: float) -> None:
@@ -478,11 +500,11 @@ def set_learning_rate(optimizer: Adam, learning_rate: float) -> None:
 def adapt_learning_rate(optimizer: Adam, kl: Tensor, desired_kl: float) -> None:
     """Divide the learning rate by 1.5 if the KL divergence is more than twice the desired one ([Walk]).
 
-    Multiply it by 1.5 if the divergence is less than half. The limits are those of RSL-RL.
+    Multiply it by 1.5 if the divergence is less than half.
     """
     factor = torch.where(kl > 2 * desired_kl, 1 / 1.5, torch.where(kl < desired_kl / 2, 1.5, 1.0))
     for group in optimizer.param_groups:
-        low, high = 1e-5 * group["lr_ratio"], 1e-2 * group["lr_ratio"]
+        low, high = (limit * group["lr_ratio"] for limit in ADAPTED_RATES)
         group["lr"].mul_(factor).clamp_(low, high)
 
 
@@ -528,7 +550,7 @@ def train(args: Args, envs: Any = None, eval_envs: Any = None, show_commands: bo
     """PPO ([PPO], Algorithm 1), then a greedy evaluation. If killed, it loses a minute or an iteration.
 
     It trains in `envs`, or in those of `make_envs`. With `eval_every`, evaluations need others, `eval_envs`.
-    Returns "checkpoint" (its path), "training_return" (of the last 100 episodes), "greedy_returns",
+    Returns "checkpoint" (its path), "training_return" (of 100 of the last episodes), "greedy_returns",
     "best_return", for which best.pt was chosen (-inf without one), "best_step", and "best_replayed", its
     returns in the episodes of "greedy_returns" (empty without one). Raises `Refused`, a `ValueError`, where
     training would be wrong. With `resume`, settings come from `args`, not from the checkpoint. It seeds the
@@ -547,22 +569,15 @@ def train(args: Args, envs: Any = None, eval_envs: Any = None, show_commands: bo
     saved = load_start(args)
     if args.resume is not None:
         vars(state).update(saved["state"])
+        if args.seed != saved["args"]["seed"]:
+            state.episodes.pop("random", None)  # its unfinished episodes do not go on
     envs, eval_envs = make_both_envs(args, envs, eval_envs)
-    seed_everything(hash_seed(args.seed, state.global_step, RANK))  # a resumed run has new episodes
+    seed_everything(hash_seed(args.seed, state.global_step, RANK))
     agent = Agent(args, envs.obs_size, envs.actor_obs_size, envs.action_size).to(args.device)
-    optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)  # ε: [37], detail 3
-    for group in optimizer.param_groups:  # groups of your own keep their ratio to --learning-rate
-        group["lr_ratio"] = group["lr"] / args.learning_rate if args.learning_rate > 0 else 1
     if saved:
         agent.load_state_dict(saved["agent"])
-    if args.resume is not None:
-        optimizer.load_state_dict(saved["optimizer"])
-    for group in optimizer.param_groups:  # tensors, as CUDA graphs need them, whatever the checkpoint has
-        group.update(lr=torch.as_tensor(group["lr"], device=args.device), capturable=args.device == "cuda")
-        group.setdefault("lr_ratio", 1)  # of version 0.2
-    if not saved or args.learning_rate != saved["args"]["learning_rate"]:  # else an adapted one goes on
-        set_learning_rate(optimizer, args.learning_rate)
-    if PROCESSES > 1:  # only now: Adam imports what would keep the connection open at exit
+    optimizer = make_optimizer(agent, args, saved)
+    if PROCESSES > 1:  # after Adam, which imports modules that would keep the connection open at exit
         connect(agent, args)
     current_obs, sums = begin_episodes(envs, state, args)
     compute = compiled(compute_gradients) if args.compile else compute_gradients
@@ -600,6 +615,7 @@ def train(args: Args, envs: Any = None, eval_envs: Any = None, show_commands: bo
             set_learning_rate(optimizer, args.learning_rate * (remaining if args.anneal_lr else 1))
         begun = time.perf_counter()
         rollout, logs = collect()
+        logs["diverged"] = average(logs["diverged"])
         rollout.rewards[-1, -1].item()  # reading a number waits for the GPU
         collected = time.perf_counter()
         batch = prepare(*rollout)
@@ -662,7 +678,8 @@ def isolated_random_numbers(seed: int) -> Iterator[None]:
 def connect(agent: Agent, args: Args) -> None:
     """Connect the processes, and give all the networks of the first one."""
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        # The others wait while the first process evaluates.
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=timedelta(days=1))
     for x in agent.state_dict().values():
         dist.broadcast(x, 0)
 
@@ -688,7 +705,7 @@ def stopped(run: Any, args: Args) -> bool:
 
 @contextmanager
 def fast_products() -> Iterator[None]:
-    """Matrix products in TF32 inside the `with` block, on GPUs that have it: the networks', not physics."""
+    """Matrix products in TF32 inside the `with` block, on GPUs: for networks, not for simulations."""
     try:
         before = torch.get_float32_matmul_precision()
     except RuntimeError:  # the program has set it by PyTorch's newer settings: leave it so
@@ -720,8 +737,9 @@ def check_settings(args: Args) -> None:
         raise Refused("--hidden-sizes must be at least 1")
     if args.num_envs * args.num_steps < 2 * args.num_minibatches:
         raise Refused("each minibatch needs two transitions or more: lower --num-minibatches")
-    if args.desired_kl is not None and not 1e-5 <= args.learning_rate <= 1e-2:
-        raise Refused("--desired-kl adapts the learning rate from 1e-5 to 0.01: it must start there")
+    low, high = ADAPTED_RATES
+    if args.desired_kl is not None and not low <= args.learning_rate <= high:
+        raise Refused(f"--desired-kl adapts the learning rate from {low} to {high}: it must start there")
     if args.stop_at is not None and args.eval_every == 0:
         raise Refused("--stop-at needs --eval-every")
     if args.device not in ("cpu", "cuda", "mps"):
@@ -742,7 +760,8 @@ class Pendulums(nn.Module):
 
     They may have:
 
-    - `reset_where`, as below: a simulation that diverges then starts anew, where it would end the run.
+    - `reset_where`, as below: a simulation that diverges then starts anew, where it would end the run. It is
+      called after each step, mostly for none.
     - `recordable`, if tensors of `state_dict` are all that `step` changes, each in its place. Then a CUDA
       graph records all steps, and a resumed run of one process continues the episodes.
     - `state_dict`, as modules have it. Its tensors are in the checkpoint, also for an evaluation: the level
@@ -781,9 +800,9 @@ class Pendulums(nn.Module):
         Returns the observations [N, D] to act on next; rewards, terminated and truncated (by the time limit),
         each [N]; and the observations [N, D] that the actions led to, before new episodes started.
 
-        If a simulator does not keep the latter, as Isaac Lab, return there the observations before the step:
-        at a time limit, their value stands in for that of the last state, as in RSL-RL. Where a simulation
-        diverged, so that a number is NaN or infinite, terminate, or have `reset_where`.
+        If a simulator does not keep the latter, as Isaac Lab, take the observation before the step, but only
+        where an episode ended: at a time limit, its value stands in for that of the last state, as in RSL-RL.
+        Where a simulation diverged, so that a number is NaN or infinite, terminate, or have `reset_where`.
         """
         torque = 2 * actions.squeeze(-1).clamp(-1, 1)  # N m
         error = torch.remainder(self.angle + math.pi, 2 * math.pi) - math.pi
@@ -797,11 +816,10 @@ class Pendulums(nn.Module):
 
 def make_envs(args: Args) -> Any:
     """N environments on the device. Put your own here, with what `Pendulums` has."""
-    seed_everything(hash_seed(args.seed, RANK))  # for what they draw when they are made
-    if args.env_id == "Pendulum":
-        return Pendulums(args)
+    seed_everything(hash_seed(args.seed, 2**42, RANK))  # for what they draw when they are made
     name = args.env_id if ":" in args.env_id else "playground_tasks:Playground"
-    return resolve_name(name)(args, **json.loads(args.env_kwargs))
+    make = Pendulums if args.env_id == "Pendulum" else resolve_name(name)
+    return make(args, **json.loads(args.env_kwargs))
 
 
 def make_both_envs(args: Args, envs: Any, eval_envs: Any) -> tuple[Any, Any]:
@@ -948,7 +966,7 @@ def put_back(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> list[str]:
     """Give these tensors the saved numbers. Says and returns which have other sizes there."""
     other_sizes = [name for name, x in tensors.items() if name in saved and saved[name].shape != x.shape]
     if other_sizes and RANK == 0:
-        print(f"of other sizes in the checkpoint, so these begin anew: {', '.join(other_sizes)}")
+        print(f"of other sizes in the checkpoint, and not restored: {', '.join(other_sizes)}")
     for name, x in tensors.items():
         # An expanded one cannot be written to.
         if name in saved and name not in other_sizes and not torch.equal(x.cpu(), saved[name].cpu()):
@@ -963,11 +981,9 @@ def log_of(envs: Any) -> dict[str, Tensor]:
 
 def mean_logs(logs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Means of what environments log in several steps, without NaN."""
-    means = {}
-    for name in {name: None for log in logs for name in log}:
-        values = [log[name].float().flatten() for log in logs if name in log]
-        means[name] = torch.cat(values).nanmean()
-    return means
+    names = dict.fromkeys(name for log in logs for name in log)
+    numbers = {name: [log[name].float().flatten() for log in logs if name in log] for name in names}
+    return {name: torch.cat(columns).nanmean() for name, columns in numbers.items()}
 
 
 # ------------------------------------------------- Logging and checkpoints ---------------------------------
@@ -1026,15 +1042,14 @@ class Run:
         statistics = torch.cat([x.flatten() for x in self.agent.buffers()])
         if not math.isfinite(metrics["kl"] + metrics["grad_norm"]) or not statistics.isfinite().all():
             check_numbers(rollout)
-            raise FloatingPointError("NaN in the loss: is --learning-rate too high?")
+            raise FloatingPointError("NaN in the loss, or in another process: is --learning-rate too high?")
         self.warn(metrics, rollout, logs)
         args, state, step, now = self.args, self.state, self.state.global_step, time.monotonic()
         scalars = {name if "/" in name else f"losses/{name}": value for name, value in metrics.items()}
         scalars |= {f"env/{name}": x.item() for name, x in logs.items()}
-        _, returns, lengths = rollout.sums.unbind(1)
-        ended = (rollout.terminated | rollout.truncated) & ~returns.isnan()  # of whole episodes
+        ended = (rollout.terminated | rollout.truncated) & ~rollout.episode_returns.isnan()
         if ended.any():
-            finished = returns[ended].tolist()
+            finished = rollout.episode_returns[ended].tolist()
             # 100 at random: the last ones would be those of the highest-numbered environments.
             shuffled = np.random.default_rng(step).permutation(finished).tolist()
             state.returns = [*state.returns, *shuffled][-100:]
@@ -1043,18 +1058,18 @@ class Run:
             scalars["charts/episodic_return_min"] = np.min(finished)
             scalars["charts/episodic_return_max"] = np.max(finished)
             scalars["charts/episodic_return_100"] = float(np.mean(state.returns))
-            scalars["charts/episodic_length"] = lengths[ended].mean().item()
+            scalars["charts/episodic_length"] = rollout.episode_lengths[ended].mean().item()
         scalars["charts/SPS"] = speed = (step - self.first_step) / (now - self.first_time)
         for tag, value in scalars.items():
             if not math.isnan(value):
                 self.writer.add_scalar(tag, value, step)
         keep = args.keep_every is not None and step % args.keep_every < rollout.rewards.numel() * PROCESSES
-        if keep or now - self.last_save > 60:
+        if now - self.last_save > 60:
             self.save()
         if keep:
             kept = self.path.parent / f"at_{step}" / self.path.name  # resumed, it is a run in this folder
             kept.parent.mkdir(exist_ok=True)
-            shutil.copy(self.path, kept)
+            self.write(kept)
         if step >= args.total_timesteps or now - self.last_print > 5:
             self.last_print = now
             average = f"return {np.mean(state.returns):.5g}" if state.returns else "no episode has ended yet"
@@ -1062,26 +1077,29 @@ class Run:
             line = f"{step:>10,} steps  {average}  KL {max(metrics['kl'], 0):.4f}"
             print(f"{line}  {speed:,.0f}/s  {left} left", flush=True)
 
-    limits_are_checked = diverged = False
+    is_checked = is_warned_of_divergence = False
 
     def warn(self, metrics: dict[str, float], rollout: Rollout, logs: dict[str, Tensor]) -> None:
         """Say, once each, what looks wrong in an iteration."""
         if metrics["first_approx_kl"] > 1e-4 and not self.warned:  # correct runs have up to 1e-8
             print("acting and learning do not compute the same policy: is a mask, or dropout, in only one?")
             self.warned = True
-        if logs["diverged"] > 0 and not self.diverged:
+        if logs["diverged"] > 0 and not self.is_warned_of_divergence:
             print("a simulation diverged, and a new episode started there: see env/diverged")
-            self.diverged = True
-        mean, std = self.agent.obs_moments.mean.abs(), self.agent.obs_moments.var.sqrt()
-        small = ((std > 1e-5 * mean) & (std > 0) & (std < 1e-3)).nonzero().flatten().tolist()
-        if small and self.args.norm_obs and self.last_save == -math.inf:  # in the first iteration
-            print(f"observations {small} vary by less than 0.001, and are hardly seen: scale what matters")
+            self.is_warned_of_divergence = True
+        obs, next_obs, acted_on = rollout.obs[:-1], rollout.next_obs[:-1], rollout.obs[1:]
+        goes_on = ~(rollout.terminated | rollout.truncated)[:-1]
         limits = (rollout.truncated & ~rollout.terminated)[:-1]
-        if not self.limits_are_checked and limits.any():
-            self.limits_are_checked = True
-            is_acted_on = (rollout.next_obs[:-1] == rollout.obs[1:]).all(-1)
-            has_changed = (rollout.next_obs != rollout.obs).any(-1)[:-1]
-            if (is_acted_on & has_changed)[limits].all():
+        if self.last_save == -math.inf:  # the first iteration
+            mean, std = self.agent.obs_moments.mean.abs(), self.agent.obs_moments.var.sqrt()
+            small = ((std > 1e-5 * mean) & (std > 0) & (std < 1e-3)).nonzero().flatten().tolist()
+            if small and self.args.norm_obs:
+                print(f"observations {small} vary by less than 0.001, and are hardly seen: scale them")
+            if (next_obs != acted_on)[goes_on].any():
+                print("within an episode, next_obs is not what the next step acts on: see step of Pendulums")
+        if not self.is_checked and limits.any():
+            self.is_checked = True
+            if ((next_obs == acted_on).all(-1) & (next_obs != obs).any(-1))[limits].all():
                 print("at time limits, next_obs is what the next step acts on: is it of the next episode?")
 
     def evaluate_if_due(self, env: Any) -> None:
@@ -1110,7 +1128,7 @@ class Run:
             print(f"training ends: the return has reached --stop-at {args.stop_at:.10g}")
             self.stop_at_reached = True
 
-    def finish(self, env: gym.Env, show_commands: bool) -> dict:
+    def finish(self, env: Any, show_commands: bool) -> dict:
         """Save, evaluate unless the run was stopped, and close the log. Returns the results."""
         complete = self.state.global_step >= self.args.total_timesteps
         if self.state.global_step > self.first_step or self.args.resume is None:
@@ -1207,7 +1225,7 @@ def load_start(args: Args) -> dict:
     if start is None:
         return {}
     saved, content = load_checkpoint(find_checkpoint(start, args.exp_name))
-    for name in ("norm_obs", "norm_rewards"):
+    for name in ("norm_obs", "norm_rewards", "activation"):
         if getattr(args, name) != getattr(saved, name):
             raise Refused(
                 f"--{name.replace('_', '-')} must be as in {start}, whose networks have learnt with it"
@@ -1226,9 +1244,8 @@ class Policy(nn.Module):
         super().__init__()
         self.agent, size = agent, agent.actor_obs_size
         agent.critic = None
-        agent.obs_moments.mean, agent.obs_moments.var = (
-            x[:size].clone() for x in (agent.obs_moments.mean, agent.obs_moments.var)
-        )
+        agent.obs_moments.mean = agent.obs_moments.mean[:size].clone()
+        agent.obs_moments.var = agent.obs_moments.var[:size].clone()
 
     def forward(self, obs: Tensor) -> Tensor:
         return most_likely(self.agent.policy(self.agent.normalize(obs)))
@@ -1266,7 +1283,7 @@ def evaluate(path: str | Path, args: Args, envs: Any = None) -> np.ndarray:
     running, snapshots, logs = torch.ones_like(returns, dtype=torch.bool), [], []
     with isolated_random_numbers(seed):
         policy = load_policy(path, args.device)
-        seed_everything(seed)  # those of GPUs, too
+        torch.manual_seed(seed)  # those of GPUs, too
         obs = envs.reset()
         for step in range(int(envs.max_steps)):
             # Asking a GPU waits for it, so not in each step.
@@ -1325,7 +1342,8 @@ def print_commands(args: Args, path: Path, envs: Any, complete: bool) -> None:
     script, file = Path(sys.argv[0]), str(path)
     module = ["--env-id", args.env_id] if ":" in args.env_id else []  # a checkpoint imports none by itself
     more = ["--total-timesteps", "MORE"] if complete else []
-    print("resume:", shlex.join(["python", str(script), "--resume", file, *module, *more]))
+    python = ["torchrun", "--nproc-per-node", str(PROCESSES)] if PROCESSES > 1 else ["python"]
+    print("resume:", shlex.join([*python, str(script), "--resume", file, *module, *more]))
     if hasattr(envs, "render"):
         print("watch: ", shlex.join(["python", str(script), "--evaluate", file, *module, "--capture-video"]))
     if (coach := script.with_name("coach.py")).exists():  # not beside a copy

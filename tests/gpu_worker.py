@@ -43,8 +43,7 @@ if ppo.PROCESSES > 1:
 else:
     torch.save(agent.state_dict(), "agent.pt")
 rollout = random_rollout(args, agent, 4)
-sums = share([rollout.sums], 2)
-rollout = ppo.Rollout(*share(rollout[:-1], 1), *sums)
+rollout = ppo.Rollout(*share(rollout, 1))
 batch = ppo.make_batch(agent, rollout, *ppo.normalize_rollout(agent, rollout, args), args)
 optimizer = torch.optim.Adam(agent.parameters(), torch.tensor(args.learning_rate), eps=1e-5, fused=True)
 orders = torch.arange(len(batch.obs)).expand(args.update_epochs, -1)

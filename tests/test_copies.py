@@ -23,5 +23,11 @@ def load_tool(name):
 
 def test_tools_same_compares_all_scripts():
     scripts = {line.split()[0] for line in load_tool("same").RUNS.strip().splitlines()}
-    others = {"plot.py", "coach.py", "memory_tasks.py", "playground_tasks.py", "ppo_minimal.py"}  # no checkpoint
+    others = {
+        "plot.py",
+        "coach.py",
+        "memory_tasks.py",
+        "playground_tasks.py",
+        "ppo_minimal.py",
+    }
     assert scripts == {path.name for path in ROOT.glob("*.py")} - others

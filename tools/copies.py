@@ -5,9 +5,9 @@
 
 A unit is a function, a method, the rest of a class, or an assignment, at the top level of a script. Those of
 a script's original must stand in it word for word, except those in `DIFFERENT`, which differ on purpose or
-have no place there. Of the originals in `SHARED`, only the units named there are compared. Fields of settings are compared one by one, by name and
-type; their defaults and texts may differ. What a copied unit needs is imported, one name per line, which
-`ruff check --fix` joins to the other imports.
+have no place there. Of the originals in `SHARED`, only the units named there are compared. Fields of settings
+are compared one by one, by name and type; their defaults and texts may differ. What a copied unit needs is
+imported, one name per line, which `ruff check --fix` joins to the other imports.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "Flat.reset Flat.step flatten make_envs find_binary_obs check_actions make_eval_env check_numbers "
     "Run.log load_weights load_start load_policy evaluate parse_args main",
     "ppo_gpu.py": "--desired_kl --activation BOUNDS mlp RunningMoments.update Agent.__init__ Agent.normalize "
-    "Agent.policy State ppo_loss Rollout Rollout.__init__ collect_rollout normalize_rollout make_batch mean_kl "
-    "compute_gradients update batch_metrics adjust_coefficients adapted train seed_spaces compiled "
+    "Agent.policy State ppo_loss Rollout Rollout.__init__ collect_rollout normalize_rollout make_batch "
+    "mean_kl compute_gradients update batch_metrics adjust_coefficients adapted train seed_spaces compiled "
     "check_settings make_env Flat Flat.__init__ Flat.reset Flat.step flatten make_envs find_binary_obs "
     "check_actions make_eval_env check_numbers rescaler Run.log load_weights load_start load_policy evaluate "
     "close parse_args print_commands main",
@@ -53,6 +53,8 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "make_reviews write_review human tastes learn_to_write compare_responses learn_from_comparisons "
     "update_reward_model fit load_task load_pretrained Run.save restore check",
 }
+
+
 def units(text: str) -> dict[str, tuple[int, int]]:
     """The first and last line (from 0, exclusive) of each unit, by name; decorators and comments included."""
     lines, found = text.splitlines(), {}
