@@ -283,7 +283,7 @@ class State:
 
     global_step: int = 0  # transitions so far
     returns: list[float] = field(default_factory=list)  # of 100 of the last episodes
-    episodes: dict[str, Tensor] = field(default_factory=dict)  # unfinished ones, and environments' buffers
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # of the environments' `state_dict`
     best_return: float = -math.inf  # of best.pt, in the evaluation that chose it
     best_step: int = 0  # of best.pt
     last_evaluation: int = 0  # step of the last evaluation of --eval-every
@@ -336,7 +336,7 @@ class Rollout(NamedTuple):
     truncated: Tensor  # [T, N]
     # Of the episode, up to and with this step:
     discounted_returns: Tensor  # [T, N]
-    episode_returns: Tensor  # [T, N], NaN in the first episodes, which are shortened: see begin_episodes
+    episode_returns: Tensor  # [T, N], NaN in the first episodes, which are shortened
     episode_lengths: Tensor  # [T, N]
 
 
@@ -346,7 +346,7 @@ def collect_rollout(
 ) -> tuple[Rollout, dict[str, Tensor]]:
     """Act for T steps by `choose`. Returns the rollout, and the means of what the environments log, by name.
 
-    Observations [N, D], and sums [3, N] for the last fields of `Rollout`, become those after the steps, in place.
+    Observations [N, D] and sums [3, N], for the last fields of `Rollout`, become those after the steps.
     """
     rows, logs = [], []
     for _ in range(args.num_steps):
@@ -569,10 +569,8 @@ def train(args: Args, envs: Any = None, eval_envs: Any = None, show_commands: bo
     saved = load_start(args)
     if args.resume is not None:
         vars(state).update(saved["state"])
-        if args.seed != saved["args"]["seed"]:
-            state.episodes.pop("random", None)  # its unfinished episodes do not go on
     envs, eval_envs = make_both_envs(args, envs, eval_envs)
-    seed_everything(hash_seed(args.seed, state.global_step, RANK))
+    seed_everything(hash_seed(args.seed, state.global_step, RANK))  # a resumed run has new episodes
     agent = Agent(args, envs.obs_size, envs.actor_obs_size, envs.action_size).to(args.device)
     if saved:
         agent.load_state_dict(saved["agent"])
@@ -625,7 +623,7 @@ def train(args: Args, envs: Any = None, eval_envs: Any = None, show_commands: bo
         metrics["charts/seconds_collecting"] = collected - begun
         metrics["charts/seconds_learning"] = time.perf_counter() - collected
         state.global_step += rollout.rewards.numel() * PROCESSES
-        keep_episodes(envs, state)
+        state.buffers = buffers_of(envs)  # each time: what is not recorded may replace them
         if run is not None:
             run.log(metrics, rollout, logs)
         if run is not None and args.eval_every > 0:
@@ -706,11 +704,7 @@ def stopped(run: Any, args: Args) -> bool:
 @contextmanager
 def fast_products() -> Iterator[None]:
     """Matrix products in TF32 inside the `with` block, on GPUs: for networks, not for simulations."""
-    try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the program has set it by PyTorch's newer settings: leave it so
-        yield
-        return
+    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
         yield
@@ -762,8 +756,8 @@ class Pendulums(nn.Module):
 
     - `reset_where`, as below: a simulation that diverges then starts anew, where it would end the run. It is
       called after each step, mostly for none.
-    - `recordable`, if tensors of `state_dict` are all that `step` changes, each in its place. Then a CUDA
-      graph records all steps, and a resumed run of one process continues the episodes.
+    - `recordable`, if tensors of `state_dict` are all that `step` changes, each in its place, and the names in
+      `log` stay the same. Then a CUDA graph records all steps.
     - `state_dict`, as modules have it. Its tensors are in the checkpoint, also for an evaluation: the level
       of a curriculum, for example, which `reset` must then leave as it is.
     - `log`, a dict of tensors, each of one number or [N]. The iteration's mean, without NaN, is logged as
@@ -923,14 +917,11 @@ def outline_of(envs: Any) -> dict[str, tuple[bytes, list[Tensor]]]:
 
 @torch.no_grad()
 def begin_episodes(envs: Any, state: State, args: Args) -> tuple[Tensor, Tensor]:
-    """Reset the environments, or go on with episodes of a checkpoint. Returns first observations, and sums.
+    """Reset the environments, with the buffers of a checkpoint. Returns first observations, and sums.
 
-    Time limits are spread over all environments, as in RSL-RL: these first, shortened episodes are not
-    logged. Episodes go on if the environments are recordable, as many as before, and in one process. Of
-    others, buffers that fit are restored.
+    Time limits are spread over the environments, as in RSL-RL: these first, shortened episodes are not logged.
     """
-    saved = state.episodes
-    other_sizes = put_back(buffers_of(envs), saved)
+    put_back(buffers_of(envs), state.buffers)
     current_obs = envs.reset().clone()
     steps = torch.randint(int(envs.max_steps), (args.num_envs,), device=args.device)
     envs.steps.copy_(steps)
@@ -938,32 +929,17 @@ def begin_episodes(envs: Any, state: State, args: Args) -> tuple[Tensor, Tensor]
         raise Refused(f"{args.env_id}: steps must be a tensor that can be written to")
     sums = torch.zeros(3, args.num_envs, device=args.device)
     sums[1] = math.nan  # the returns of these first episodes
-    state.episodes = {}
-    if getattr(envs, "recordable", False) and PROCESSES == 1:
-        state.episodes = {"obs": current_obs, "sums": sums, "random": torch.get_rng_state()}
-    keep_episodes(envs, state)
-    goes_on = "random" in saved and saved.keys() == state.episodes.keys()
-    if goes_on and not other_sizes and saved["obs"].shape == current_obs.shape:
-        put_back(state.episodes, saved)
-        torch.set_rng_state(state.episodes["random"])
     return current_obs, sums
 
 
-def keep_episodes(envs: Any, state: State) -> None:
-    """Keep in the state what unfinished episodes need to go on, and the environments' buffers."""
-    state.episodes |= buffers_of(envs)  # each time: what is not recorded may replace them
-    if "random" in state.episodes:
-        state.episodes["random"] = torch.get_rng_state()
-
-
 def buffers_of(envs: Any) -> dict[str, Tensor]:
-    """The tensors of an environment's `state_dict`, if it has one, as names of a checkpoint."""
-    return {f"envs.{name}": x.detach() for name, x in getattr(envs, "state_dict", dict)().items()}
+    """The tensors of an environment's `state_dict`, if it has one, by name."""
+    return {name: x.detach() for name, x in getattr(envs, "state_dict", dict)().items()}
 
 
 @torch.no_grad()
-def put_back(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> list[str]:
-    """Give these tensors the saved numbers. Says and returns which have other sizes there."""
+def put_back(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    """Give these tensors the saved numbers, and say which have other sizes there."""
     other_sizes = [name for name, x in tensors.items() if name in saved and saved[name].shape != x.shape]
     if other_sizes and RANK == 0:
         print(f"of other sizes in the checkpoint, and not restored: {', '.join(other_sizes)}")
@@ -971,7 +947,6 @@ def put_back(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> list[str]:
         # An expanded one cannot be written to.
         if name in saved and name not in other_sizes and not torch.equal(x.cpu(), saved[name].cpu()):
             x.copy_(saved[name])
-    return other_sizes
 
 
 def log_of(envs: Any) -> dict[str, Tensor]:
@@ -1276,7 +1251,7 @@ def evaluate(path: str | Path, args: Args, envs: Any = None) -> np.ndarray:
     content = load_checkpoint(path)[1]
     if content["agent"]["sizes"][1:].tolist() != [envs.actor_obs_size, envs.action_size]:
         raise Refused(f"{path} is for observations and actions of other sizes than {args.env_id}")
-    put_back(buffers_of(envs), content["state"]["episodes"])
+    put_back(buffers_of(envs), content["state"]["buffers"])
     seed = hash_seed(args.seed, 2**40)  # episodes that training has not seen
     mps_state = torch.mps.get_rng_state() if args.device == "mps" else None  # the next line knows CUDA's
     returns = torch.zeros(args.num_envs, device=args.device)

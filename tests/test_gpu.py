@@ -7,6 +7,7 @@ import io
 import itertools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,12 +169,12 @@ def test_a_curriculum_is_evaluated_and_resumed_at_the_level_of_the_checkpoint(na
     args = make_args(env_id=f"gpu_envs:{name}", total_timesteps=8 * 16 * 6)
     results = ppo.train(args)
     path = results["checkpoint"]
-    level = load(path)["state"]["episodes"]["envs.level"].item()
+    level = load(path)["state"]["buffers"]["level"].item()
     assert level == pytest.approx(6 * 8 * 0.01)
     assert ppo.evaluate(path, args, ppo.make_envs(args)) == pytest.approx(results["greedy_returns"])
     more = replace(args, resume=path, num_envs=32, total_timesteps=args.total_timesteps + 1)
     ppo.train(more)
-    assert load(path)["state"]["episodes"]["envs.level"].item() == pytest.approx(level + 8 * 0.01)
+    assert load(path)["state"]["buffers"]["level"].item() == pytest.approx(level + 8 * 0.01)
 
 
 def test_a_run_is_named_after_the_environments_that_a_program_gives(tmp_path, monkeypatch):
@@ -738,7 +739,7 @@ def test_training_with_cuda_graphs_gives_the_same_checkpoint_and_curves(env_id, 
             torch.testing.assert_close(other["agent"][name], x, rtol=1e-2, atol=1e-3)
         return
     for content in (one, other):
-        for x in content["state"]["episodes"].values():
+        for x in content["state"]["buffers"].values():
             x.nan_to_num_(7)  # NaN is not equal to NaN
     for name in ("agent", "state"):
         assert same(one[name], other[name]), name
@@ -760,31 +761,18 @@ def test_a_run_prints_its_checkpoint_and_the_return_of_whole_episodes(trained):
     assert {slots["step"].item() for slots in content["optimizer"]["state"].values()} == {45 * 2 * 4}
 
 
-def test_a_run_that_was_killed_resumes_as_if_it_had_never_been_killed(trained, tmp_path, monkeypatch):
-    """Episodes, weights, statistics, optimizer and curves are those of an uninterrupted run, bit for bit."""
-    log = ppo.Run.log
-
-    def stopped(run, *args):
-        if run.state.global_step == 27 * 128:
-            raise KeyboardInterrupt  # after the update
-        log(run, *args)
-        if run.state.global_step == 26 * 128:
-            run.save()
-
-    monkeypatch.setattr(ppo.Run, "log", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, env_id="Pendulum", total_timesteps=TRAINED)
-    path = checkpoint_in(tmp_path)
-    assert load(path)["state"]["global_step"] == 26 * 128
-    monkeypatch.setattr(ppo.Run, "log", log)
-    done = call(tmp_path, "--resume", path, device="cpu")
-    assert (done.status, done.err) == (0, "")
-    assert f"3,328 of {TRAINED:,} steps" in done.out
-    for name in ("agent", "optimizer", "state"):
-        assert same(load(path)[name], load(trained.path)[name]), name
-    resumed, whole = curves(path.parent), curves(trained.path.parent)
-    whole["charts/episodic_return_100"] = resumed["charts/episodic_return_100"] = None  # of this process
-    assert resumed == whole
+def test_a_run_that_was_killed_resumes_from_its_last_checkpoint_with_new_episodes(trained, tmp_path):
+    """Two resumes are identical, bit for bit, and the curves have no gap and no step twice."""
+    folders = [shutil.copytree(trained.path.parent, tmp_path / name) for name in "ab"]
+    for folder in folders:
+        done = call(tmp_path, "--resume", folder, device="cpu", total_timesteps=TRAINED + 10 * 128)
+        assert (done.status, done.err) == (0, "")
+    one, other = (load(folder / "checkpoint.pt") for folder in folders)
+    for name in ("agent", "optimizer"):
+        assert same(one[name], other[name])
+    assert one["agent"]["obs_moments.count"] == one["state"]["global_step"] == TRAINED + 10 * 128
+    steps = [*curves(folders[0])["losses/kl"]]
+    assert steps == [128 * (i + 1) for i in range(55)]
 
 
 def test_a_run_resumes_with_another_number_of_environments_and_on_another_device(trained, tmp_path):
@@ -794,7 +782,7 @@ def test_a_run_resumes_with_another_number_of_environments_and_on_another_device
     torch.save(content, path)
     done = call(tmp_path, "--resume", path, device="cpu", num_envs=32, total_timesteps=TRAINED + 512)
     assert (done.status, done.err) == (0, "")
-    assert "not restored: envs.steps" in done.out
+    assert "not restored: steps" in done.out
     assert load(path)["agent"]["obs_moments.count"] == load(path)["state"]["global_step"] == TRAINED + 512
     assert not load(path)["optimizer"]["param_groups"][0]["capturable"]
 
@@ -834,8 +822,7 @@ def test_keep_every_keeps_checkpoints_that_resume_in_folders_of_their_own(tmp_pa
     before = path.read_bytes()
     done = call(tmp_path, "--resume", folders[0], device="cpu", env_id="gpu_envs:Target")
     assert (done.status, done.err) == (0, "")
-    for name in ("agent", "optimizer"):
-        assert same(load(folders[0] / path.name)[name], load(path)[name]), name
+    assert load(folders[0] / path.name)["state"]["global_step"] == 1024
     assert path.read_bytes() == before
 
 
@@ -883,9 +870,7 @@ def test_a_video_is_recorded_where_the_environments_can_render(tmp_path):
     assert "environments with snapshot and render" in refused.err
 
 
-def test_ctrl_c_and_sigterm_save_a_run_that_resumes_as_if_it_had_never_stopped(
-    trained, tmp_path, monkeypatch
-):
+def test_ctrl_c_and_sigterm_save_a_run_that_resumes(tmp_path, monkeypatch):
     """Training ends after the iteration, without an evaluation, with exit status 130."""
     collect, count = ppo.collect_rollout, itertools.count(1)
     signals = {3: signal.SIGINT, 5: signal.SIGTERM}  # by iteration
@@ -905,8 +890,7 @@ def test_ctrl_c_and_sigterm_save_a_run_that_resumes_as_if_it_had_never_stopped(
         assert load(path)["state"]["global_step"] == iterations * 128
         done = call(tmp_path, "--resume", path.parent, device="cpu")
     assert done.status == 0
-    for name in ("agent", "optimizer", "state"):
-        assert same(load(path)[name], load(trained.path)[name]), name
+    assert load(path)["state"]["global_step"] == TRAINED
 
 
 REFUSALS = {
