@@ -27,6 +27,7 @@ class Playground:
             jax.config.update("jax_cuda_visible_devices", os.environ["LOCAL_RANK"])
         config = registry.get_default_config(args.env_id)
         config.update({"impl": "jax"} if "impl" in config else {})
+        config.lock()  # other names are an error
         config.update_from_flattened_dict(kwargs)
         self.jax, self.env = jax, registry.load(args.env_id, config)
         self.action_size, self.max_steps = self.env.action_size, config.episode_length

@@ -1148,7 +1148,7 @@ def parse_args() -> Args:
         return args
     path = find_checkpoint(args.evaluate if args.resume is None else args.resume, args.exp_name)
     saved, content = load_checkpoint(path)
-    if ":" in saved.env_id and args.env_id != saved.env_id:
+    if ":" in saved.env_id and args.env_id == Args.env_id:
         raise Refused(f"{path} needs a module; if you trust it, add --env-id {saved.env_id}")
     of_this_run = "resume", "evaluate", "init", "track", "capture_video", "device"
     args = parse(default=replace(saved, **{name: getattr(Args, name) for name in of_this_run}))

@@ -356,7 +356,7 @@ def collect_rollout(
         sums += torch.stack([rewards, rewards, torch.ones_like(rewards)])
         row = current_obs, next_obs, actions, policies, rewards, terminated, truncated, *sums
         rows.append([x.clone() for x in row])  # copies: environments and CUDA graphs reuse memory
-        logs.append({name: x.clone() for name, x in ({"diverged": diverged} | log_of(envs)).items()})
+        logs.append({name: x.clone() for name, x in (log_of(envs) | {"diverged": diverged}).items()})
         sums.masked_fill_(terminated | truncated, 0)
         current_obs.copy_(obs)
     return Rollout(*(torch.stack(column) for column in zip(*rows, strict=True))), mean_logs(logs)
@@ -365,16 +365,17 @@ def collect_rollout(
 def take_step(envs: Any, actions: Tensor) -> tuple[Tensor, ...]:
     """A step of the environments. Returns what `step` does, and where a simulation diverged [N].
 
-    A simulation diverged where the reward, or a number of next_obs, is NaN or infinite. That ends the episode
-    if the environments terminate there, or have `reset_where`; such a reward then counts as 0.
+    A simulation diverged where the reward, or a number of next_obs, is NaN, infinite, or beyond 1e19. That
+    ends the episode if the environments terminate there, or have `reset_where`; the reward then counts as 0.
     """
     obs, rewards, terminated, truncated, next_obs = envs.step(actions.clone())  # theirs to change
-    diverged = ~(rewards + next_obs.sum(-1)).isfinite()  # a sum is NaN or infinite if one of its terms is
+    # A sum is NaN or infinite if one of its terms is. Squares, as running statistics have them.
+    diverged = ~(rewards.square() + next_obs.square().sum(-1)).isfinite()
     if hasattr(envs, "reset_where"):
         restarted = diverged & ~terminated
         obs = torch.where(restarted.unsqueeze(-1), envs.reset_where(restarted), obs)
         terminated = terminated | diverged  # so that next_obs counts nowhere
-    rewards = rewards.masked_fill(terminated & ~rewards.isfinite(), 0)
+    rewards = rewards.masked_fill(terminated & ~rewards.square().isfinite(), 0)
     return obs, rewards, terminated, truncated, next_obs, diverged
 
 
@@ -577,7 +578,10 @@ def train(args: Args, envs: Any = None, eval_envs: Any = None, show_commands: bo
     optimizer = make_optimizer(agent, args, saved)
     if PROCESSES > 1:  # after Adam, which imports modules that would keep the connection open at exit
         connect(agent, args)
-    current_obs, sums = begin_episodes(envs, state, args)
+    if args.resume is not None:
+        restore_buffers(envs, saved, args)
+    current_obs, sums = begin_episodes(envs, args)
+    seed_everything(hash_seed(args.seed, state.global_step, RANK, 1))  # again: reset may have done it
     compute = compiled(compute_gradients) if args.compile else compute_gradients
 
     # The parts of an iteration, as functions of tensors alone.
@@ -749,15 +753,17 @@ class Pendulums(nn.Module):
     """N pendulums: Gymnasium's Pendulum-v1 in PyTorch, and an example of environments. They must have:
 
     - `obs_size`, `actor_obs_size` and `action_size`, and `max_steps`, the time limit
-    - `steps` [N] of the current episodes, a tensor that can be written to
+    - `steps` [N] of the current episodes, a tensor that can be written to: at first, `train` writes random
+      numbers, so that time limits are spread. Means over an episode need a counter of their own.
     - `reset` and `step`, as below
 
     They may have:
 
     - `reset_where`, as below: a simulation that diverges then starts anew, where it would end the run. It is
-      called after each step, mostly for none.
-    - `recordable`, if tensors of `state_dict` are all that `step` changes, each in its place, and the names in
-      `log` stay the same. Then a CUDA graph records all steps.
+      called after each step, mostly for none. Numbers that are impossible, but finite, are the environments'
+      to end: a single one of 1e10 spoils the running statistics for long.
+    - `recordable`, if tensors of `state_dict` are all that `step` changes, each in its place, and the names
+      in `log` stay the same. Then a CUDA graph records all steps.
     - `state_dict`, as modules have it. Its tensors are in the checkpoint, also for an evaluation: the level
       of a curriculum, for example, which `reset` must then leave as it is.
     - `log`, a dict of tensors, each of one number or [N]. The iteration's mean, without NaN, is logged as
@@ -797,6 +803,7 @@ class Pendulums(nn.Module):
         If a simulator does not keep the latter, as Isaac Lab, take the observation before the step, but only
         where an episode ended: at a time limit, its value stands in for that of the last state, as in RSL-RL.
         Where a simulation diverged, so that a number is NaN or infinite, terminate, or have `reset_where`.
+        What changes within an episode, such as a command or noise, is drawn once, before next_obs is taken.
         """
         torque = 2 * actions.squeeze(-1).clamp(-1, 1)  # N m
         error = torch.remainder(self.angle + math.pi, 2 * math.pi) - math.pi
@@ -856,9 +863,14 @@ def check_envs(envs: Any, args: Args) -> None:
     before = {name: x.clone() for name, x in buffers.items()}
     number = torch.zeros(args.num_envs, device=args.device)
     vector, flag = number.new_zeros(args.num_envs, envs.obs_size), number.bool()
+    envs.steps.fill_(1)
     first_obs, outline = envs.reset(), outline_of(envs)
+    if envs.steps.any():
+        raise Refused(f"{args.env_id}: reset must set steps to 0")
     numbers = {name: [x.clone() for x in tensors] for name, (_, tensors) in outline.items()}
-    obs, rewards, terminated, truncated, next_obs = envs.step(number.new_zeros(len(number), envs.action_size))
+    obs, rewards, terminated, truncated, next_obs = envs.step(
+        torch.randn_like(number.new_zeros(len(number), envs.action_size))
+    )
     for name, result, right in [
         ("what reset returns", first_obs, vector),
         ("what reset_where returns", getattr(envs, "reset_where", lambda where: vector)(flag), vector),
@@ -916,17 +928,16 @@ def outline_of(envs: Any) -> dict[str, tuple[bytes, list[Tensor]]]:
 
 
 @torch.no_grad()
-def begin_episodes(envs: Any, state: State, args: Args) -> tuple[Tensor, Tensor]:
-    """Reset the environments, with the buffers of a checkpoint. Returns first observations, and sums.
+def begin_episodes(envs: Any, args: Args) -> tuple[Tensor, Tensor]:
+    """Reset the environments. Returns the first observations [N, D], and sums [3, N] for `collect_rollout`.
 
-    Time limits are spread over the environments, as in RSL-RL: these first, shortened episodes are not logged.
+    Time limits are spread over environments, as in RSL-RL. These first, shortened episodes are not logged.
     """
-    put_back(buffers_of(envs), state.buffers)
     current_obs = envs.reset().clone()
-    steps = torch.randint(int(envs.max_steps), (args.num_envs,), device=args.device)
+    steps = torch.randint(math.ceil(envs.max_steps), (args.num_envs,), device=args.device)
     envs.steps.copy_(steps)
     if not torch.equal(envs.steps.cpu().long(), steps.cpu()):  # of a property that returns a copy
-        raise Refused(f"{args.env_id}: steps must be a tensor that can be written to")
+        raise Refused(f"{args.env_id}: steps must be a tensor to write to, of numbers up to max_steps")
     sums = torch.zeros(3, args.num_envs, device=args.device)
     sums[1] = math.nan  # the returns of these first episodes
     return current_obs, sums
@@ -939,14 +950,22 @@ def buffers_of(envs: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def put_back(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
-    """Give these tensors the saved numbers, and say which have other sizes there."""
-    other_sizes = [name for name, x in tensors.items() if name in saved and saved[name].shape != x.shape]
-    if other_sizes and RANK == 0:
-        print(f"of other sizes in the checkpoint, and not restored: {', '.join(other_sizes)}")
+    """Give these tensors the saved numbers."""
     for name, x in tensors.items():
-        # An expanded one cannot be written to.
-        if name in saved and name not in other_sizes and not torch.equal(x.cpu(), saved[name].cpu()):
+        if not torch.equal(x.cpu(), saved[name].cpu()):  # an expanded one cannot be written to
             x.copy_(saved[name])
+
+
+def restore_buffers(envs: Any, content: dict, args: Args) -> None:
+    """Give the environments the buffers of a checkpoint, where they fit, and say which do not."""
+    tensors, saved = buffers_of(envs), content["state"].get("buffers", {})
+    fitting = {name: x for name, x in tensors.items() if name in saved and saved[name].shape == x.shape}
+    put_back(fitting, saved)
+    others = [name for name in tensors if name not in fitting]
+    if RANK == 0 and others:
+        print(f"not in the checkpoint, or of other sizes, and so not restored: {', '.join(others)}")
+    if RANK == 0 and fitting and args.env_kwargs != content["args"].get("env_kwargs", "{}"):
+        print(f"with other --env-kwargs, these are still the checkpoint's: {', '.join(fitting)}")
 
 
 def log_of(envs: Any) -> dict[str, Tensor]:
@@ -1071,7 +1090,7 @@ class Run:
             if small and self.args.norm_obs:
                 print(f"observations {small} vary by less than 0.001, and are hardly seen: scale them")
             if (next_obs != acted_on)[goes_on].any():
-                print("within an episode, next_obs is not what the next step acts on: see step of Pendulums")
+                print("next_obs is not what the next step acts on: is it of another step, or new noise?")
         if not self.is_checked and limits.any():
             self.is_checked = True
             if ((next_obs == acted_on).all(-1) & (next_obs != obs).any(-1))[limits].all():
@@ -1251,7 +1270,7 @@ def evaluate(path: str | Path, args: Args, envs: Any = None) -> np.ndarray:
     content = load_checkpoint(path)[1]
     if content["agent"]["sizes"][1:].tolist() != [envs.actor_obs_size, envs.action_size]:
         raise Refused(f"{path} is for observations and actions of other sizes than {args.env_id}")
-    put_back(buffers_of(envs), content["state"]["buffers"])
+    restore_buffers(envs, content, args)
     seed = hash_seed(args.seed, 2**40)  # episodes that training has not seen
     mps_state = torch.mps.get_rng_state() if args.device == "mps" else None  # the next line knows CUDA's
     returns = torch.zeros(args.num_envs, device=args.device)
@@ -1260,16 +1279,16 @@ def evaluate(path: str | Path, args: Args, envs: Any = None) -> np.ndarray:
         policy = load_policy(path, args.device)
         torch.manual_seed(seed)  # those of GPUs, too
         obs = envs.reset()
-        for step in range(int(envs.max_steps)):
+        for step in range(math.ceil(envs.max_steps) + 1):  # one more, if the limit is `steps > max_steps`
             # Asking a GPU waits for it, so not in each step.
             if STOP.is_set() or (step % 50 == 0 and not running.any()):
                 break
             if args.capture_video and running[0]:
                 snapshots.append(envs.snapshot())
             actions = policy(obs[:, : envs.actor_obs_size])
-            obs, rewards, terminated, truncated, _, _ = take_step(envs, actions)
+            obs, rewards, terminated, truncated, _, diverged = take_step(envs, actions)
             returns += torch.where(running, rewards, 0)
-            logs.append({name: x.clone() for name, x in log_of(envs).items()})
+            logs.append({name: x.clone() for name, x in (log_of(envs) | {"diverged": diverged}).items()})
             for name, x in logs[-1].items():
                 if x.shape == running.shape:
                     logs[-1][name] = torch.where(running, x, torch.nan)
@@ -1287,7 +1306,10 @@ def evaluate(path: str | Path, args: Args, envs: Any = None) -> np.ndarray:
     shown = f"{returns.mean():.5g} +/- {returns.std(correction=0):.3g} in {len(returns)} episodes"
     steps = content["state"]["global_step"]
     print(f"evaluation return {shown} with the most likely actions, after {steps:,} steps")
-    if means := mean_logs(logs):
+    means = mean_logs(logs)
+    if means["diverged"] == 0:
+        del means["diverged"]
+    if means:
         print("means of its steps:", ", ".join(f"{name} {x:.3g}" for name, x in means.items()))
     return returns.cpu().numpy()
 
@@ -1302,7 +1324,7 @@ def parse_args() -> Args:
         return parse(default=Args() if args.env_id == Args.env_id else OTHERS)
     path = find_checkpoint(args.evaluate if args.resume is None else args.resume, args.exp_name)
     saved, content = load_checkpoint(path)
-    if ":" in saved.env_id and args.env_id != saved.env_id:
+    if ":" in saved.env_id and args.env_id == Args.env_id:
         raise Refused(f"{path} needs a module; if you trust it, add --env-id {saved.env_id}")
     of_this_run = "resume", "evaluate", "init", "track", "capture_video", "device", "num_threads"
     args = parse(default=replace(saved, **{name: getattr(Args, name) for name in of_this_run}))
@@ -1342,6 +1364,7 @@ def stop(*_: Any) -> None:
 def main() -> None:
     """The command line. The exit status is 2 for what is refused, and 130 for a run that was stopped."""
     sys.path.append(".")  # where the `module:` of --env-id is looked for, too
+    sys.modules.setdefault(Path(__file__).stem, sys.modules[__name__])  # else it would import a second copy
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     STOP.clear()
     try:

@@ -211,6 +211,30 @@ class CopiesItsState(Target):
         return {name: x.clone() for name, x in super().state_dict(*args, **kwargs).items()}
 
 
+class KeepsItsSteps(Target):
+    """After a reset, episodes would end at once."""
+
+    def reset(self):
+        steps = self.steps.clone()
+        obs = super().reset()
+        self.steps.copy_(steps)
+        return obs
+
+
+class PreviousAction(Target):
+    """A step keeps the last action in a tensor that is no buffer."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.last = torch.zeros(args.num_envs, 1)
+
+    def step(self, actions):
+        obs, rewards, *others = super().step(actions)
+        rewards = rewards - (actions - self.last).square().squeeze(-1)
+        self.last.copy_(actions)
+        return obs, rewards, *others
+
+
 class ResetsToAnotherShape(Target):
     def reset_where(self, where):
         return self.obs[0]
@@ -230,11 +254,39 @@ class Terrain(Target):
 
 
 class Configured(Target):
-    """Its targets are scaled by an argument."""
+    """Its rewards are scaled by an argument, which is in the checkpoint."""
 
     def __init__(self, args, scale=1.0):
         super().__init__(args)
-        self.scale = scale
+        self.scale = nn.Buffer(torch.tensor(float(scale), device=args.device))
+
+
+class Late(nn.Module):
+    """Its episodes end where the steps are above the time limit, which is nearly 3."""
+
+    obs_size = actor_obs_size = action_size = 1
+    max_steps = 0.3 / 0.1
+
+    def __init__(self, args):
+        super().__init__()
+        self.steps = nn.Buffer(torch.zeros(args.num_envs, device=args.device))
+
+    def reset(self):
+        self.steps.zero_()
+        return torch.ones(len(self.steps), 1)
+
+    def step(self, actions):
+        self.steps.add_(1)
+        truncated = self.steps > self.max_steps
+        rewards, obs = self.steps.clone(), torch.ones(len(self.steps), 1)
+        self.steps.mul_(~truncated)
+        return obs, rewards, torch.zeros_like(truncated), truncated, obs
+
+
+class SeedsInReset(Target):
+    def reset(self):
+        torch.manual_seed(0)
+        return super().reset()
 
 
 class Explodes(Target):
@@ -361,6 +413,7 @@ class Diverges:
         self.says_so, self.count = says_so, 0
 
     def reset(self):
+        self.steps.zero_()
         return torch.zeros(len(self.steps), 2)
 
     def step(self, actions):

@@ -124,7 +124,9 @@ WRONG = {
     "CountsInPython": "step changes count",
     "DrawsFromNumpy": "step changes np.random",
     "HiddenState": "step changes drift, which is not in state_dict",
-    "CopiesItsSteps": "steps must be a tensor that can be written to",
+    "CopiesItsSteps": "steps must be a tensor to write to",
+    "KeepsItsSteps": "reset must set steps to 0",
+    "PreviousAction": "step changes last, which is not in state_dict",
     "CopiesItsState": "state_dict must not return copies",
     "ResetsToAnotherShape": r"what reset_where returns must be .*\[16, 2\]",
 }
@@ -148,6 +150,9 @@ def test_env_kwargs_are_arguments_of_a_class(tmp_path):
     assert ppo.make_envs(args).scale == 3
     _, path = run(tmp_path / "a", *words, env_id="gpu_envs:Configured")
     assert load(path)["args"]["env_kwargs"] == words[1]
+    more = {"env_id": "gpu_envs:Configured", "device": "cpu", "env_kwargs": '{"scale": 4}'}
+    said = call(tmp_path, "--evaluate", path, **more).out
+    assert "with other --env-kwargs, these are still the checkpoint's: steps, obs, scale" in said
     done = call(tmp_path, "--env-kwargs", '{"scales": 3}', **SMALL, env_id="gpu_envs:Configured")
     assert done.status == 1
     assert "unexpected keyword argument 'scales'" in done.err
@@ -256,7 +261,11 @@ def test_a_simulation_that_diverges_without_a_word_starts_anew_and_the_others_go
     assert (rollout.rewards[exploded & ~rollout.truncated] == 0).all()
     assert (rollout.obs[1:][exploded[:-1]][:, 1] == 0).all()  # it has started anew
     assert rollout.obs.isfinite().all()
-    assert ppo.evaluate(path, args, gpu_envs.Explodes(args)).shape == (16,)
+    said = io.StringIO()
+    monkeypatch.setattr(ppo, "most_likely", ppo.sample)  # the most likely actions are not so strong
+    with contextlib.redirect_stdout(said):
+        assert ppo.evaluate(path, args, gpu_envs.Explodes(args)).shape == (16,)
+    assert re.search(r"means of its steps: diverged 0\.\d", said.getvalue())
 
 
 def test_an_error_names_the_environment_and_the_number_that_is_not_finite(tmp_path, monkeypatch):
@@ -782,7 +791,7 @@ def test_a_run_resumes_with_another_number_of_environments_and_on_another_device
     torch.save(content, path)
     done = call(tmp_path, "--resume", path, device="cpu", num_envs=32, total_timesteps=TRAINED + 512)
     assert (done.status, done.err) == (0, "")
-    assert "not restored: steps" in done.out
+    assert "not restored: angle, speed, steps" in done.out or "not restored: steps, angle, speed" in done.out
     assert load(path)["agent"]["obs_moments.count"] == load(path)["state"]["global_step"] == TRAINED + 512
     assert not load(path)["optimizer"]["param_groups"][0]["capturable"]
 
@@ -845,6 +854,53 @@ def test_environments_may_reuse_the_memory_of_their_results(tmp_path):
     """The run would warn if an observation had changed after acting."""
     printed, _ = run(tmp_path, env_id=SCRIPTED)
     assert "do not compute the same policy" not in printed
+
+
+def test_an_evaluation_plays_to_the_end_whatever_the_environments_count_as_the_limit(tmp_path, monkeypatch):
+    """Here, the fourth step is the last."""
+    monkeypatch.chdir(tmp_path)
+    args = make_args(env_id="gpu_envs:Late")
+    assert ppo.train(args)["greedy_returns"].tolist() == [1 + 2 + 3 + 4] * 16
+
+
+def test_a_reset_that_seeds_the_generator_does_not_decide_how_a_run_explores(tmp_path, monkeypatch):
+    """Other seeds have other noise."""
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for seed in (1, 2):
+        collect = ppo.collect_rollout
+        watched = lambda *given: found.append(collect(*given)) or found[-1]  # noqa: B023, E731
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ppo, "collect_rollout", watched)
+            patch.setattr(ppo, "Agent", partial(fixed_agent, ppo.Agent))
+            ppo.train(make_args(env_id="gpu_envs:SeedsInReset", seed=seed, total_timesteps=128))
+    (one, _), (other, _) = found
+    assert not torch.equal(one.actions - one.policies[..., :1], other.actions - other.policies[..., :1])
+
+
+def fixed_agent(make, *given):
+    """Return an agent whose weights do not depend on the seed."""
+    torch.manual_seed(5)
+    return make(*given)
+
+
+def test_what_a_module_with_environments_changes_in_the_script_takes_effect(tmp_path):
+    """The script is not imported a second time."""
+    (tmp_path / "my_envs.py").write_text(
+        "import gpu_envs, ppo_gpu\n"
+        "class Mine(ppo_gpu.Agent):\n"
+        "    def policy(self, obs):\n"
+        "        return super().policy(obs) + 7\n"
+        "ppo_gpu.Agent = Mine\n"
+        "Envs = gpu_envs.Target\n"
+    )
+    small = {name: value for name, value in SMALL.items() if name != "hidden_sizes"}
+    words = [sys.executable, str(helpers.ROOT / "ppo_gpu.py"), *flags(env_id="my_envs:Envs", **small)]
+    paths = f"{Path(__file__).parent}{os.pathsep}{helpers.ROOT}"
+    done = subprocess.run(words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, check=False)
+    assert done.returncode == 0
+    logged = curves(checkpoint_in(tmp_path).parent)
+    assert min(logged["losses/std"].values()) > 100  # exp(7 - 0.5)
 
 
 def test_an_evaluation_counts_the_first_episode_of_each_environment_alone(tmp_path):
@@ -1027,6 +1083,10 @@ def test_playground_steps_as_the_environment_itself_and_trains(tmp_path, monkeyp
         assert torch.equal(obs, first if t % 3 == 0 else next_obs)
         state = envs.start if t % 3 == 0 else state
     assert not torch.equal(first, envs.reset())
+    short = playground_tasks.Playground(args, episode_length=50)
+    assert short.max_steps == 50
+    with pytest.raises((KeyError, AttributeError)):
+        playground_tasks.Playground(args, episode_lenght=50)
     monkeypatch.chdir(tmp_path)
     results = ppo.train(args, envs)
     assert results["training_return"] > 0
