@@ -868,9 +868,8 @@ def check_envs(envs: Any, args: Args) -> None:
     if envs.steps.any():
         raise Refused(f"{args.env_id}: reset must set steps to 0")
     numbers = {name: [x.clone() for x in tensors] for name, (_, tensors) in outline.items()}
-    obs, rewards, terminated, truncated, next_obs = envs.step(
-        torch.randn_like(number.new_zeros(len(number), envs.action_size))
-    )
+    actions = torch.randn(args.num_envs, envs.action_size, device=args.device)
+    obs, rewards, terminated, truncated, next_obs = envs.step(actions)
     for name, result, right in [
         ("what reset returns", first_obs, vector),
         ("what reset_where returns", getattr(envs, "reset_where", lambda where: vector)(flag), vector),
@@ -888,8 +887,8 @@ def check_envs(envs: Any, args: Args) -> None:
             if name not in outline or content != outline[name][0]:
                 reason = f"step changes {name}, unseen by a CUDA graph: change a buffer in its place"
                 raise Refused(f"{args.env_id}: {reason}, or recordable = False")
-            for x, number in zip(tensors, numbers[name], strict=True):
-                if not torch.equal(x, number) and x.untyped_storage().data_ptr() not in in_checkpoint:
+            for x, old in zip(tensors, numbers[name], strict=True):
+                if not torch.equal(x, old) and x.untyped_storage().data_ptr() not in in_checkpoint:
                     reason = f"step changes {name}, which is not in state_dict: make it a buffer"
                     raise Refused(f"{args.env_id}: {reason}, or recordable = False")
     put_back(buffers_of(envs), before)

@@ -379,6 +379,9 @@ def test_observations_and_rewards_may_be_learnt_from_as_they_are(tmp_path):
         done = call(tmp_path, "--resume", path, word.replace("no-", ""), device="cpu", **more)
         assert done.status == 2
         assert f"{word.replace('no-', '')} must be as in" in done.err
+    done = call(tmp_path, "--resume", path, "--activation=tanh", *words, device="cpu", **more)
+    assert done.status == 2
+    assert "--activation must be as in" in done.err
 
 
 def test_a_run_starts_from_the_networks_and_normalisers_of_another(trained, tmp_path):
