@@ -304,7 +304,8 @@ def check(script, args):
         script.check(args)
     else:
         script.check_settings(args)
-        script.make_eval_env(args).close()
+        if hasattr(script, "make_eval_env"):
+            script.make_eval_env(args).close()
 
 
 def assert_help(case, folder):
