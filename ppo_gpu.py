@@ -366,7 +366,7 @@ def take_step(envs: Any, actions: Tensor) -> tuple[Tensor, ...]:
     """A step of the environments. Returns what `step` does, and where a simulation diverged [N].
 
     A simulation diverged where the reward, or a number of next_obs, is NaN, infinite, or beyond 1e19. That
-    ends the episode if the environments terminate there, or have `reset_where`; the reward then counts as 0.
+    ends the episode if the environments terminate there, or have `reset_where`. Such a reward counts as 0.
     """
     obs, rewards, terminated, truncated, next_obs = envs.step(actions.clone())  # theirs to change
     # A sum is NaN or infinite if one of its terms is. Squares, as running statistics have them.
