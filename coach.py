@@ -4,14 +4,15 @@
     python coach.py check runs/*
     python coach.py check runs/* --watch
 
-`plan` says which script fits an environment, what a run will do, what to watch, and how long it will take. It
-takes any flag of the script, and refuses unsafe settings. It needs the scripts beside this file.
+`plan` says which script fits an environment, and what a run will do. It takes any flag of the script, and
+refuses unsafe settings. It needs the scripts beside this file.
 
 `check` reads what runs have logged for TensorBoard, those of CleanRL too. For each run, it prints its metrics
-at first and now, what is wrong, and what to do. It needs this file alone.
+at first and now, and what it finds. WRONG is what no sound run has, and it stays. A QUESTION is about what
+may be as it should be, and is asked while it is so. `check` needs this file alone.
 
-The exit status is 0 if all is well, 1 if something is wrong with a run, and 2 if a plan is refused or
-there is nothing to check. docs/metrics.md explains the metrics and the rules.
+The exit status is 0 without a WRONG, 1 with one, and 2 if a plan is refused or there is nothing to check.
+docs/metrics.md explains the metrics and the rules, and says what they found in runs with planted bugs.
 """
 
 import contextlib
@@ -24,10 +25,9 @@ import os
 import re
 import shlex
 import sys
-import tempfile
 import time
 import traceback
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,7 +46,7 @@ class Metric(NamedTuple):
 
     name: str  # in the rules
     label: str  # in the printed table; without one, it is not in there
-    healthy: str
+    healthy: str  # "below x" and "above x" are compared with the number
     tags: tuple[str, ...]  # the first one that a run has
 
 
@@ -60,27 +60,28 @@ METRICS = [
     Metric("reward", "reward", "rises", ("reward",)),
     Metric("response_length", "length of responses", "as the task asks", ("completions/mean_length",)),
     Metric("kl", "KL divergence", "below 0.05", ("losses/kl", "losses/approx_kl")),
+    Metric("approx_kl", "", "", ("losses/approx_kl", "policy/approxkl_avg")),
     Metric("token_kl", "KL per token", "below 0.05", ("policy/approxkl_avg",)),
     Metric("first_kl", "KL before the 1st step", "below 1e-4", ("losses/first_approx_kl",)),
     Metric("clipfrac", "clip fraction", "below 0.4", ("losses/clipfrac", "policy/clipfrac_avg")),
     Metric("entropy", "entropy", "falls slowly", ("losses/entropy",)),
     Metric("token_entropy", "entropy per token", "falls slowly", ("entropy",)),
-    Metric("std", "standard deviation", "0.05 to 3", ("losses/std",)),
-    Metric("explained_variance", "explained variance", "near 1, or small error",
+    Metric("std", "standard deviation", "below 3", ("losses/std",)),
+    Metric("explained_variance", "explained variance", "above 0, or small error",
            ("losses/explained_variance",)),
-    Metric("critic_explained_variance", "explained variance", "rises towards 1", ("val/explained_variance",)),
+    Metric("critic_explained_variance", "explained variance", "above 0", ("val/explained_variance",)),
     Metric("critic_error", "critic error", "falls", ("losses/critic_error",)),
     Metric("policy_loss", "policy loss", "near 0", ("losses/policy_loss", "loss/policy_avg")),
     Metric("value_loss", "value loss", "bounded", ("losses/value_loss", "loss/value_avg")),
     Metric("grad_norm", "gradient norm", "bounded", ("losses/grad_norm",)),
     Metric("language_grad_norm", "gradient norm", "bounded", ("grad_norm",)),
-    Metric("reward_clipfrac", "clipped rewards", "near 0", ("losses/reward_clipfrac",)),
-    Metric("obs_clipfrac", "clipped observations", "near 0", ("losses/obs_clipfrac",)),
+    Metric("reward_clipfrac", "clipped rewards", "below 0.01", ("losses/reward_clipfrac",)),
+    Metric("obs_clipfrac", "clipped observations", "below 0.02", ("losses/obs_clipfrac",)),
     Metric("reference_kl", "KL from the reference", "below 10", ("objective/kl",)),
     Metric("sampling_difference", "sampling vs. learning", "below 0.1",
            ("sampling/sampling_logp_difference/mean",)),
     Metric("equal_groups", "groups of equal reward", "below 0.5", ("frac_reward_zero_std",)),
-    Metric("cut_off", "responses cut off", "near 0", ("completions/clipped_ratio",)),
+    Metric("cut_off", "responses cut off", "below 0.1", ("completions/clipped_ratio",)),
     Metric("gold", "held-out score", "rises", ("eval/gold",)),
 ]  # fmt: skip
 
@@ -91,17 +92,23 @@ FINITE = {
     "return", "reward", "kl", "token_kl", "entropy", "token_entropy", "policy_loss", "value_loss",
     "grad_norm", "language_grad_norm",
 }  # fmt: skip
-# Metrics that become small at the end of any run, as the learning rate does.
-OF_UPDATES = {"kl", "token_kl", "clipfrac", "first_kl", "grad_norm"}
+# Metrics of updates. What they say of an iteration stays true of the run, and they become small at its end.
+OF_UPDATES = {"kl", "approx_kl", "token_kl", "clipfrac", "first_kl", "grad_norm", "sampling_difference"}
 # Settings that the rules compare, or that their numbers are made of.
 SETTINGS = {
     "update_epochs", "num_minibatches", "clip_coef", "gamma", "norm_adv", "norm_rewards", "min_log_std",
-    "init_log_std", "num_envs", "max_grad_norm",
+    "init_log_std", "num_envs", "max_grad_norm", "learning_rate",
 }  # fmt: skip
 # Numbers that are derived from metrics: the metric, then what the number is.
 DERIVED = {
     "gain": ("return", "rise of the return since the start, in standard deviations of an episode"),
+    "episodes": ("return", "number of episodes that have ended, about"),
     "equal_returns": ("return", "1 if all returns, of at least 100 episodes, have been the same, else 0"),
+    "missing_return": (
+        "return",
+        "how far the return and the last greedy return are below `reward_threshold`, at "
+        "which Gymnasium takes the environment for solved; unknown for others, and with `--env-kwargs`",
+    ),
     "length_share": ("length", "length of episodes, as a share of that of the first ones"),
     "greedy_gap": (
         "greedy_return",
@@ -145,8 +152,8 @@ UNSAFE = [
          "--norm-adv (ppo_continuous.py: or --norm-rewards), or --update-epochs 1 --num-minibatches 1",
          "Unsafe settings"),
 ]  # fmt: skip
-# What is wrong with a run, the most serious first. The limits were chosen on runs with planted bugs and on
-# healthy ones: see docs/metrics.md.
+# What no sound run has, the most serious first. One such finding stays, also when its metric recovers. All
+# limits were chosen on sound runs, and on runs with planted bugs: docs/metrics.md has both in a table.
 RULES = [
     *UNSAFE,
     Rule("monitored < 1", 1, "the KL divergence or the clip fraction is not logged",
@@ -163,86 +170,78 @@ RULES = [
          "no sample is ever clipped, though the policy moves",
          "the ratio is always 1: are the old log-probabilities those of the policy that acted?",
          "The update"),
-    Rule("kl > 1 and not gain > 1", 1, "an update was extremely large",
+    Rule("approx_kl = 0 and clipfrac = 0 and steps > 1 and not entropy_share < 0.1", 5,
+         "the approximate KL divergence is exactly 0",
+         "the ratio is always 1, or no step is taken: are the old log-probabilities those of the policy that "
+         "acted, and do the weights change?", "The update"),
+    Rule("kl > 3", 1, "an update destroyed the policy",
          "start again with a lower --learning-rate; if it is 1e-3 or less, check the sign of the policy loss",
          "The update"),
-    Rule("equal_returns > 0", 20, "all returns have been the same",
-         "print the rewards of a few episodes: are they constant, or always 0?", "The return does not rise"),
-    Rule("gain < -0.5", 10, "the return is lower than at first",
-         "check the sign of the policy loss, that the learner sees the environment's rewards, and that "
-         "actions reach their environment", "The return does not rise"),
     Rule("kl > 0.1", 5, "updates are much too large",
          "lower --learning-rate (if it adapts to the KL: --desired-kl), or --update-epochs", "The update"),
-    Rule("kl > 0.05", 5, "updates are too large",
+    Rule("kl > 0.05", 20, "updates are too large",
          "lower --learning-rate (if it adapts to the KL: --desired-kl), or --update-epochs", "The update"),
     Rule("clipfrac > 0.8", 5, "nearly all samples are clipped",
          "clipped samples have no gradient, so that nothing holds the policy: lower --learning-rate, or "
          "--update-epochs", "The update"),
     Rule("clipfrac > 0.4", 20, "many samples are clipped for long, and the policy drifts",
          "lower --learning-rate, or --update-epochs", "The update"),
-    Rule("grad_excess > 100", 20, "the gradient is clipped to less than a hundredth",
-         "most likely, the value loss dominates: scale the rewards (--norm-rewards), or lower --vf-coef",
-         "The update"),
-    Rule("entropy_share < 0.05 and gain < 1", 20,
-         "the policy collapsed: almost deterministic, with a poor return",
-         "raise --ent-coef, or lower --learning-rate; check that the rewards favour what you want",
-         "The return does not rise"),
-    Rule("std < 0.05 and gain < 1", 20,
-         "the policy collapsed: almost deterministic, with a poor return",
-         "raise --min-log-std, or --ent-coef", "The return does not rise"),
-    Rule("std > 3", 10, "the policy became too random",
-         "1 is half of an action's range: lower --ent-coef, or --learning-rate", "The data and the critic"),
-    Rule("kl < 1e-6 and progress < 0.9 and not gain > 1", 20, "the policy hardly changes",
-         "the learning rate is too low, or so high that the policy collapsed at once, or no step is taken",
-         "The return does not rise"),
-    Rule("explained_variance < 0.05 and critic_error > 0.03 and progress > 0.1", 20,
-         "the critic predicts little",
-         "check that the observations tell what the return depends on, that rewards are not noise, and that "
-         "the value loss has a gradient (--vf-coef)", "The data and the critic"),
-    Rule("explained_variance < 0.05 and not critic_error < 0.03 and not gain > 1 and progress > 0.1", 20,
-         "the critic predicts little, and the return does not rise",
-         "check the observations, the rewards, and that the value loss has a gradient (--vf-coef)",
-         "The data and the critic"),
+    Rule("token_kl > 1", 1, "an update of the language model was extremely large",
+         "start again with a lower --learning-rate", "Language models"),
     Rule("reward_clipfrac > 0.5", 10, "most scaled rewards are clipped",
          "the learner sees no difference between them: subtract their mean, or use --no-norm-rewards",
          "The data and the critic"),
-    Rule("entropy_share > 0.97 and progress > 0.3 and not gain > 2", 10,
-         "the policy is as random as at first",
-         "lower --ent-coef, or raise --learning-rate; check that advantages belong to their actions",
+    Rule("episodes < 1 and progress > 0.99", 1, "no episode has ended",
+         "nothing tells whether the run has learnt: give the environment a time limit (max_episode_steps)",
+         "The return does not rise"),
+]  # fmt: skip
+# What may be as it should be, since it depends on the task. But for the first, it is asked while it is so.
+QUESTIONS = [
+    Rule("kl > 1", 1, "an update was extremely large",
+         "did the return recover? If not, lower --learning-rate", "The update"),
+    Rule("episodes < 1 and progress > 0.1", 10, "no episode has ended yet",
+         "are episodes so long? If they never end, give the environment a time limit (max_episode_steps)",
+         "The return does not rise"),
+    Rule("equal_returns > 0", 20, "all returns have been the same",
+         "are rewards rare, or is the task solved? If neither, print the rewards of a few episodes",
+         "The return does not rise"),
+    Rule("gain < -0.5", 10, "the return is lower than at first",
+         "does the task become harder? If not, check the sign of the policy loss, that the learner sees the "
+         "environment's rewards, and that actions reach their environment", "The return does not rise"),
+    Rule("entropy_share < 0.05 and gain < 1", 20,
+         "the policy is almost deterministic, and the return has not risen",
+         "was the task solved at first? If not, the policy collapsed: lower --learning-rate, or raise "
+         "--ent-coef; check that the rewards favour what you want", "The return does not rise"),
+    Rule("std < 0.05 and gain < 1", 20,
+         "the policy is almost deterministic, and the return has not risen",
+         "was the task solved at first? If not, raise --min-log-std, or --ent-coef",
+         "The return does not rise"),
+    Rule("kl < 1e-5 and progress < 0.9 and not gain > 1", 20, "the policy hardly changes",
+         "is the task solved, or a reward still to be found? If not: is a step taken, and are the shapes in "
+         "the loss [B]? Was the learning rate so high that the policy collapsed at once, or is it too low?",
          "The return does not rise"),
     Rule("clipfrac = 0 and kl < 1e-3 and steps > 1 and progress < 0.9 and not gain > 1", 20,
          "no sample is ever clipped",
-         "updates are very small: raise --learning-rate or --update-epochs, or lower --ent-coef",
-         "The update"),
-    Rule("gain < 0.5 and progress > 0.5", 10, "the return is hardly higher than at first",
-         "train longer if rewards are rare; else see the symptoms in docs/metrics.md",
+         "is the task solved? If not, and --learning-rate is above 0.003, the policy may have collapsed: lower "
+         "it. Else raise it or --update-epochs, or lower --ent-coef", "The update"),
+    Rule("entropy_share > 0.97 and progress > 0.3 and not gain > 2", 10,
+         "the policy is as random as at first",
+         "are rewards rare? If not, lower --ent-coef, or raise --learning-rate; check that advantages belong "
+         "to their actions", "The return does not rise"),
+    Rule("std > 3", 10, "the policy became very random",
+         "are the actions at their bounds the best ones? If not: 1 is half of an action's range, so lower "
+         "--ent-coef, or --learning-rate", "The data and the critic"),
+    Rule("gain < 0.5 and progress > 0.5", 10, "the rise of the return is within its noise",
+         "was the task solved at first, or are rewards rare? If not, see the symptoms in docs/metrics.md",
          "The return does not rise"),
-    Rule("token_kl > 1", 1, "an update of the language model was extremely large",
-         "start again with a lower --learning-rate", "Language models"),
-    Rule("equal_rewards > 0", 10, "all responses have had the same reward",
-         "print the rewards of a few responses: are they constant, or always 0?", "Language models"),
-    Rule("reward_gain < -2", 10, "the reward is lower than at first",
-         "lower --learning-rate; check the sign of the policy loss, and which reward is of which response",
-         "Language models"),
-    Rule("reward_gain < 1 and progress > 0.5", 10, "the reward is hardly higher than at first",
-         "raise --learning-rate, if the KL divergence per token is below 0.001; check the reward function",
-         "Language models"),
-    Rule("equal_groups > 0.9 and reward_gain < 1", 10, "nearly all groups of responses have equal rewards",
-         "nothing is learnt from them: the prompts are too hard or too easy, or the model is destroyed",
-         "Language models"),
-    Rule("critic_explained_variance < 0.05 and progress > 0.3", 10,
-         "the critic of the language model predicts little",
-         "raise --critic-learning-rate, above all in short runs", "Language models"),
-    Rule("cut_off > 0.5", 10, "most responses are cut off",
-         "raise --max-response-length, or check the stop tokens, which a run prints at its start",
-         "Language models"),
-    Rule("gold_drop > 0.5 and reward_gain > 2", 10, "the reward rises, and the held-out score falls",
-         "the reward model is exploited: raise --kl-coef, or stop earlier", "Language models"),
-    Rule("reference_kl > 30", 10, "the policy is far from the reference",
-         "raise --kl-coef, and read completions: is the reward exploited?", "Language models"),
-]  # fmt: skip
-# What may be as it should be. A question does not change the exit status.
-QUESTIONS = [
+    Rule("explained_variance < 0.05 and not critic_error < 0.1 and progress > 0.1", 20,
+         "the critic predicts little",
+         "are rewards rare, or noise, or the same in all states? If not, check that the observations tell "
+         "what the return depends on, and that the value loss has a gradient (--vf-coef)",
+         "The data and the critic"),
+    Rule("grad_excess > 100", 20, "the gradient is clipped to less than a hundredth",
+         "does the value loss dominate? Then scale the rewards (--norm-rewards), or lower --vf-coef",
+         "The update"),
     Rule("obs_clipfrac > 0.02", 10, "many observations are more than ten deviations from their mean",
          "is there a number that stands for a missing one? Give 0 instead, and a binary number that says so",
          "The data and the critic"),
@@ -253,9 +252,33 @@ QUESTIONS = [
     Rule("greedy_gap > 0.5 and progress > 0.2", 1, "the greedy return is far below the return of training",
          "does the policy need its noise? If it should not, lower --ent-coef or train longer; if you changed "
          "the script, check that both see the same observations", "The return does not rise"),
+    Rule("missing_return > 0 and progress > 0.99", 1, "Gymnasium would not take the environment for solved",
+         "were there too few steps? results/README.md has returns to compare with",
+         "The return does not rise"),
     Rule("gamma < 0.5 and length > 2", 1, "the discount factor is below 0.5",
          "do only the next rewards count? The horizon is 1 / (1 - γ) steps; 0.9 to 0.999 is usual",
          "The return does not rise"),
+    Rule("equal_rewards > 0", 10, "all responses have had the same reward",
+         "are rewards rare? If not, print those of a few responses", "Language models"),
+    Rule("reward_gain < -2", 10, "the reward is lower than at first",
+         "does the task become harder? If not, lower --learning-rate; check the sign of the policy loss, and "
+         "which reward is of which response", "Language models"),
+    Rule("reward_gain < 1 and progress > 0.5", 10, "the reward is hardly higher than at first",
+         "was it high at first? If not, raise --learning-rate, if the KL divergence per token is below "
+         "0.001, and check the reward function", "Language models"),
+    Rule("equal_groups > 0.9 and reward_gain < 1", 10, "nearly all groups of responses have equal rewards",
+         "are the prompts too hard, or too easy, or is the model destroyed? Nothing is learnt from them",
+         "Language models"),
+    Rule("critic_explained_variance < 0.05 and progress > 0.3", 10,
+         "the critic of the language model predicts little",
+         "is the run so short? Then raise --critic-learning-rate", "Language models"),
+    Rule("cut_off > 0.5", 10, "most responses are cut off",
+         "are they meant to fill --max-response-length? If not, raise it, or check the stop tokens, which a "
+         "run prints at its start", "Language models"),
+    Rule("gold_drop > 0.5 and reward_gain > 2", 10, "the reward rises, and the held-out score falls",
+         "is the reward model exploited? Then raise --kl-coef, or stop earlier", "Language models"),
+    Rule("reference_kl > 30", 10, "the policy is far from the reference",
+         "is the reward exploited? Read completions; raise --kl-coef", "Language models"),
 ]  # fmt: skip
 
 
@@ -272,6 +295,7 @@ class RunLog:
     last_time: float  # of the last entry, in seconds since 1970
     total: float = math.nan  # how many steps were asked for, if that is logged
     finished: bool = False  # whether all iterations are there
+    live: bool | None = None  # whether a process still trains, if the run's lock tells
     numbers: dict[str, np.ndarray] = field(default_factory=dict)  # what the rules compare, [I] each
 
 
@@ -322,8 +346,9 @@ def read_run(folder: Path, events: EventAccumulator) -> RunLog | None:
         last, stop_at = entries["greedy_return"][-1], as_number(run.settings.get("stop_at"))
         is_enough = last.value >= stop_at or math.isclose(last.value, stop_at, rel_tol=1e-6)  # float32
         run.finished |= is_enough and last.step == run.steps[-1]
-    if not run.finished and time.time() - last_time < 60:  # the last iteration may be half-written
-        run.steps = run.steps[:-1]
+    run.live = is_live(folder)
+    if not run.finished and run.live is not False and time.time() - last_time < 60:
+        run.steps = run.steps[:-1]  # the last iteration may be half-written
     if not len(run.steps):
         return None
     run.numbers |= {name: np.full(len(run.steps), value) for name, value in settings.items()}
@@ -338,11 +363,37 @@ def read_run(folder: Path, events: EventAccumulator) -> RunLog | None:
     run.numbers["monitored"] = np.full(len(run.steps), float(monitored))
     run.numbers["progress"] = (run.steps + batch) / run.total
     add_derived(run)
+    if not language:
+        run.numbers["episodes"] = np.zeros(len(run.steps))
     if "return" in entries:
         add_returns(run, entries)
     if "reward" in entries:
         add_rewards(run)
     return run
+
+
+def is_live(folder: Path) -> bool | None:
+    """Whether a process holds the lock of a run's folder; None where there is no lock."""
+    try:
+        import fcntl  # not on Windows
+
+        with (folder / ".lock").open() as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return True
+    except (ImportError, OSError):
+        return None
+    return False
+
+
+def threshold_of(settings: dict[str, str]) -> float:
+    """The return at which Gymnasium takes an environment for solved; NaN if it does not know one."""
+    if settings.get("env_kwargs", "{}") not in ("{}", "None") or not find_spec("gymnasium"):
+        return math.nan
+    import gymnasium as gym
+
+    spec = gym.registry.get(settings.get("env_id", ""))
+    return math.nan if spec is None or spec.reward_threshold is None else spec.reward_threshold
 
 
 def as_number(value: Any) -> float:
@@ -442,14 +493,18 @@ def add_returns(run: RunLog, entries: dict[str, list]) -> None:
     derived["length_share"] = mean_lengths / windowed(lengths, 0, first_end)
     derived["equal_returns"] = (equal & (seen >= 100)).astype(float)
     derived["unit"] = np.maximum(mean_returns - first_return, 3 * deviations)
+    derived["episodes"] = seen
     last_entry = np.searchsorted(steps, run.steps, side="right") - 1  # of each iteration
     for name, column in derived.items():
-        run.numbers[name] = np.where(last_entry >= 0, column[last_entry], math.nan)
+        unknown = 0 if name == "episodes" else math.nan
+        run.numbers[name] = np.where(last_entry >= 0, column[last_entry], unknown)
     unit = run.numbers.pop("unit")
     if "greedy_return" in run.numbers:
         gaps = (run.numbers["return"] - run.numbers["greedy_return"]) / np.maximum(unit, 1e-8)
         last = len(gaps) - 1 - int(np.argmin(np.isnan(gaps[::-1])))  # iteration of the last evaluation
         run.numbers["greedy_gap"] = np.where(np.arange(len(gaps)) < last, math.nan, gaps[last])
+    best = np.fmax(run.numbers["return"], run.numbers.get("greedy_return", math.nan))
+    run.numbers["missing_return"] = threshold_of(run.settings) - best
 
 
 def add_rewards(run: RunLog) -> None:
@@ -477,7 +532,11 @@ class Finding(NamedTuple):
     step: int  # at which it had applied for long enough
     iterations: int  # in which its comparisons were true
     value: float  # of the first number that it compares, in the last iteration
-    over: bool  # it is no longer true; of updates: nor was it in a tenth of the second half of the run
+
+    @property
+    def kind(self) -> str:
+        """Whether no sound run has it."""
+        return "WRONG" if self.rule in RULES else "QUESTION"
 
 
 def names_in(rule: Rule) -> list[str]:
@@ -501,7 +560,7 @@ def compare(when: str, numbers: dict[str, Any]) -> np.ndarray:
     return result
 
 
-def find_problems(run: RunLog, rules: list[Rule]) -> list[Finding]:
+def find_problems(run: RunLog) -> list[Finding]:
     """What the rules find, in their order. Of several limits of a number, the first stands for the others.
 
     If a quarter of a run has fewer iterations than a rule needs, these will do, but not less than 8.
@@ -510,74 +569,94 @@ def find_problems(run: RunLog, rules: list[Rule]) -> list[Finding]:
     quarter = run.total / gap // 4
     most = math.inf if math.isnan(quarter) else max(8, quarter)
     findings: list[Finding] = []
-    for rule in rules:
+    for rule in RULES + QUESTIONS:
         name, sign, *_ = rule.when.split()
         true = np.broadcast_to(compare(rule.when, run.numbers), run.steps.shape)
-        over = not true[-5:].any()
-        if subject(name) in OF_UPDATES:
-            over = over and true[len(true) // 2 :].mean() < 0.1
-        stricter = [found for found in findings if found.rule.when.split()[:2] == [name, sign]]
-        if any(over or not found.over for found in stricter):
+        stays = rule in RULES or rule.when == "kl > 1"
+        if any(found.rule.when.split()[:2] == [name, sign] for found in findings):
+            continue
+        if not (stays or true[-5:].any()):
             continue
         streak = 0
         for step, is_true in zip(run.steps.tolist(), true.tolist(), strict=True):
             streak = streak + 1 if is_true else 0
             if streak == min(rule.iterations, most):
-                value = float(run.numbers[name][-1])
-                findings.append(Finding(rule, step, int(true.sum()), value, over))
+                findings.append(Finding(rule, step, int(true.sum()), float(run.numbers[name][-1])))
                 break
     return findings
 
 
 def describe(finding: Finding) -> str:
     """What is wrong, since when, and what to do."""
-    rule, step, iterations, value, over = finding
-    kind = "QUESTION" if rule in QUESTIONS else "EARLIER" if over else "WRONG"
+    rule, step, iterations, value = finding
     count = "1 iteration" if iterations == 1 else f"{iterations} iterations"
     where = f"{rule.when}: in {count}, reported from step {step:,}, now {value:.3g}"
     if rule in UNSAFE or rule.when == "monitored < 1":  # of the whole run
         where = rule.when
-    lines = [f"{kind}: {rule.problem} ({where})", rule.remedy, f"docs/metrics.md, {rule.section!r}, has more"]
-    return "\n    ".join(lines)
+    lines = [f"{finding.kind}: {rule.problem} ({where})", rule.remedy]
+    return "\n    ".join([*lines, f"docs/metrics.md, {rule.section!r}, has more"])
 
 
 def progress(run: RunLog) -> str:
-    """How far a run is, and for how long it has logged nothing."""
+    """How far a run is, and whether it goes on."""
     total = "" if math.isnan(run.total) else f" of {run.total:,.0f}"
     minutes = (time.time() - run.last_time) / 60
-    silent = (
-        f", nothing new for {minutes:,.0f} minutes: has it stopped?"
-        if minutes > 5 and not run.finished
-        else ""
-    )
-    return f"{run.folder}: {run.steps[-1]:,}{total} steps, {len(run.steps):,} iterations{silent}"
+    state = ""
+    if run.live is False and not run.finished:
+        state = ", stopped before its end"
+    elif minutes > 5 and not run.finished:
+        state = f", nothing new for {minutes:,.0f} minutes: has it stopped?"
+    return f"{run.folder}: {run.steps[-1]:,}{total} steps, {len(run.steps):,} iterations{state}"
+
+
+def verdict(metric: Metric, now: float, run: RunLog, findings: list[Finding]) -> str:
+    """The last column of the table: what was found about a metric or, without that, whether it is healthy."""
+    kinds = [found.kind for found in findings if subject(names_in(found.rule)[0]) == metric.name]
+    if kinds:
+        return min(kinds, key=["WRONG", "QUESTION"].index)
+    if metric.name in ("return", "reward"):
+        gain, noise_level = ("gain", 0.5) if metric.name == "return" else ("reward_gain", 2)
+        rise = run.numbers[gain][-1]
+        if math.isnan(rise):
+            return ""
+        return "rose" if rise > noise_level else "fell" if rise < -noise_level else "within noise"
+    words = metric.healthy.replace(",", "").split()
+    if words[0] not in ("below", "above"):
+        return ""
+    limit = float(words[1])
+    if metric.name == "explained_variance" and now <= limit:
+        error = run.numbers.get("critic_error", np.full(1, math.nan))
+        return "small error" if error[-5:].mean() < 0.1 else "low"
+    if words[0] == "below":
+        return "ok" if now < limit else "high"
+    return "ok" if now > limit else "low"
 
 
 def report(run: RunLog) -> tuple[str, bool]:
-    """A table of a run's metrics, then what is wrong; and whether anything is."""
-    findings = find_problems(run, RULES + QUESTIONS)
-    wrong = [found for found in findings if not found.over and found.rule in RULES]
-    known = {name for name, values in run.numbers.items() if not np.isnan(values).all()}
-    checked = {subject(names_in(rule)[0]) for rule in RULES if set(names_in(rule)) <= known}
-    verdicts = dict.fromkeys(checked, "ok") | {subject(names_in(found.rule)[0]): "WRONG" for found in wrong}
+    """A table of a run's metrics, then what was found; and whether something is wrong."""
+    findings = find_problems(run)
+    wrong = [found for found in findings if found.kind == "WRONG"]
     lines = [progress(run), f"  {'':24}{'at first':>10}{'now':>11}   healthy"]
     for metric in METRICS:
-        if metric.label and metric.name in known:
-            values = run.numbers[metric.name][~np.isnan(run.numbers[metric.name])]
+        values = run.numbers.get(metric.name, np.zeros(0))
+        values = values[~np.isnan(values)]
+        if metric.label and len(values):
             first, now = values[:5].mean(), values[-5:].mean()
             row = f"  {metric.label:24}{first:>10.4g} {now:>10.4g}   {metric.healthy:22}"
-            lines.append(f"{row} {verdicts.get(metric.name, '')}".rstrip())
+            lines.append(f"{row} {verdict(metric, now, run, findings)}".rstrip())
     lines += [describe(found) for found in findings]
     if len(wrong) > 1:
         lines.append("Begin with the first one: it may be the cause of the others.")
-    if not wrong:
-        lines.append("Nothing is wrong now, as far as the metrics tell.")
-        if "token_kl" in known:
+    elif not wrong and findings:
+        lines.append("No verdict: answer the questions before you trust the run.")
+    elif not wrong:
+        lines.append("Nothing is wrong, as far as the metrics tell.")
+        if "token_kl" in run.numbers:
             lines.append("Read some responses in completions.jsonl.")
         else:
             lines.append("Compare the return with a known one, and watch the agent.")
-        if len(run.steps) < 10:
-            lines.append("There are few iterations, though: many faults show only after ten.")
+    if not wrong and len(run.steps) < 10:
+        lines.append("There are few iterations, though: many faults show only after ten.")
     return "\n".join(lines) + "\n", bool(wrong)
 
 
@@ -587,20 +666,28 @@ class Check:
 
     runs: tyro.conf.Positional[tuple[str, ...]] = ("runs",)  # folders with runs, at any depth
     watch: bool = False  # repeat while runs go on, and print what is new
-    stop: bool = False  # with --watch: end at the first problem
+    stop: bool = False  # with --watch: end at the first WRONG
     every: float = 10.0  # seconds between repetitions
     wait: float = 60.0  # seconds for a run to begin, if all others have ended: its imports take a while
     patience: float = 10.0  # minutes without anything new after which a run is taken for dead
 
 
+def read_safely(folder: Path, events: EventAccumulator) -> RunLog | str:
+    """What a run has logged or, where that cannot be read, why: a broken run must not hide the others."""
+    try:
+        return read_run(folder, events) or f"{folder}: no complete iteration is logged yet"
+    except Exception as error:  # of TensorBoard, or of numbers that no script here logs
+        return f"{folder}: unreadable, {type(error).__name__}: {error}"
+
+
 def check(paths: list[Path]) -> int:
     """Print a report on each run. Returns the exit status."""
-    wrong, empty = [], []
+    wrong, unread = [], []
     for folder in paths:
-        run = read_run(folder, open_events(folder))
-        if run is None:
-            print(f"{folder}: no complete iteration is logged yet\n")
-            empty.append(folder)
+        run = read_safely(folder, open_events(folder))
+        if isinstance(run, str):
+            print(run, end="\n\n")
+            unread.append(run)
             continue
         text, has_problems = report(run)
         print(text)
@@ -608,21 +695,21 @@ def check(paths: list[Path]) -> int:
             wrong.append(str(folder))
     if len(paths) > 1:
         print(f"Something is wrong with {len(wrong)} of {len(paths)} runs", *wrong, sep="\n  ", flush=True)
-    if len(empty) == len(paths):
-        return 2
-    return 1 if wrong else 0
+    if wrong:
+        return 1
+    return 2 if len(unread) == len(paths) or any("unreadable" in text for text in unread) else 0
 
 
 def print_news(run: RunLog, told: set[str]) -> bool:
     """Print how far a run is, and what is found for the first time. Returns whether something is wrong."""
     shown = [f"{name} {run.numbers[name][-1]:.5g}" for name in SHOWN if name in run.numbers]
     print(time.strftime("%H:%M:%S"), progress(run), *shown, sep="  ", flush=True)
-    findings = find_problems(run, RULES + QUESTIONS)
+    findings = find_problems(run)
     for found in findings:
         if found.rule.when not in told:
             print(describe(found), flush=True)
             told.add(found.rule.when)
-    return any(found.rule in RULES and not found.over for found in findings)
+    return any(found.kind == "WRONG" for found in findings)
 
 
 def watch(args: Check) -> int:
@@ -641,12 +728,12 @@ def watch(args: Check) -> int:
         """Read what is new in a run, and print it. Returns whether something is wrong."""
         if folder not in readers:
             readers[folder] = open_events(folder)
-        run = read_run(folder, readers[folder])
-        if run is None:
+        run = read_safely(folder, readers[folder])
+        if isinstance(run, str):
             return False
         is_first, size = folder not in sizes, sizes.get(folder, 0)
         sizes[folder] = len(run.steps)
-        if run.finished or time.time() - run.last_time > 60 * args.patience:
+        if run.finished or run.live is False or time.time() - run.last_time > 60 * args.patience:
             ended.add(folder)
             if is_first:
                 ended_before.add(folder)
@@ -682,12 +769,13 @@ Script = Literal["ppo", "ppo_continuous", "ppo_atari", "ppo_lstm", "ppo_gpu", "p
 
 @dataclass
 class Plan:
-    """Plan a run: what it will do, what to watch, how long it will take. All other flags are the script's."""
+    """Plan a run: which script fits, and what it will do. All other flags are the script's."""
 
     env_id: str | None = None  # the environment; without it, name a --script, or a language model by --model
     env_kwargs: str | None = None  # environment arguments, as JSON
     script: Script | None = None  # the script; None is for the one that fits
-    seconds: float = 10.0  # for how long the speed is measured; 0: it is not
+    rules: bool = False  # also print the rules by which `check` will judge the run
+    check_env: bool = False  # also try the environment with Gymnasium's check_env
 
 
 class Choice(NamedTuple):
@@ -696,6 +784,10 @@ class Choice(NamedTuple):
     script: str
     reason: str
     recipe: str = ""  # the section of docs/recipes.md by which the script must be changed, if it must
+
+
+# What names of environments say of a memory: without one, they cannot be solved, or not well.
+MEMORY = "memor|partial|pomdp|position_?only|no_?vel|hidden|mask|recall|repeat|cue|t_?maze|without_velocit"
 
 
 def choose(plan: Plan, names: set[str]) -> Choice:
@@ -714,11 +806,7 @@ def choose(plan: Plan, names: set[str]) -> Choice:
         return Choice("ppo_gpu", "its environments step as tensors")
     import gymnasium as gym
 
-    try:
-        env = gym.make(plan.env_id, **json.loads(plan.env_kwargs or "{}"))
-    except (gym.error.Error, TypeError, json.JSONDecodeError) as error:
-        given = f" with --env-kwargs {plan.env_kwargs}" if plan.env_kwargs else ""
-        raise ValueError(f"{plan.env_id}{given}: {error}") from error
+    env = make_env(plan)
     env.close()
     actions, shape = env.action_space, env.observation_space.shape or ()
     seen = f"observations of shape {shape}" if shape else f"observations {env.observation_space}"
@@ -731,14 +819,29 @@ def choose(plan: Plan, names: set[str]) -> Choice:
     parts = env.observation_space.values() if isinstance(env.observation_space, gym.spaces.Dict) else ()
     if any(len(part.shape or ()) == 3 for part in parts):
         return Choice(script, reason, "An image and a vector")
+    if script == "ppo" and names & {"--cell", "--num-layers"}:
+        return Choice("ppo_lstm", f"{reason}, and a flag of its memory")
+    if script == "ppo" and (hint := re.search(MEMORY, plan.env_id, re.I)):
+        return Choice("ppo_lstm", f"{reason}, and {hint[0]!r} hints at a memory (else --script ppo)")
     return Choice(script, reason, "Small images" if len(shape) == 3 else "")
 
 
+def make_env(plan: Plan) -> Any:
+    """The environment of a plan, as Gymnasium makes it. Raises `ValueError` if it does not."""
+    import gymnasium as gym
+
+    try:
+        return gym.make(plan.env_id, **json.loads(plan.env_kwargs or "{}"))
+    except (gym.error.Error, TypeError, json.JSONDecodeError) as error:
+        given = f" with --env-kwargs {plan.env_kwargs}" if plan.env_kwargs else ""
+        raise ValueError(f"{plan.env_id}{given}: {error}") from error
+
+
 def is_on_gpu(env_id: str) -> bool:
-    """Whether this is a class of a module, or an environment of MuJoCo Playground: not one of Gymnasium's."""
+    """Whether this is a class or function of a module, or of MuJoCo Playground: not one of Gymnasium's."""
     module, _, name = env_id.rpartition(":")
     if module:
-        return isinstance(getattr(importlib.import_module(module), name, None), type)
+        return callable(getattr(importlib.import_module(module), name, None))
     if re.search(r"-v\d+$", env_id) or not find_spec("mujoco_playground"):
         return False
     with contextlib.redirect_stdout(None):  # what its simulators print when they are imported
@@ -772,48 +875,6 @@ def refusals(script: ModuleType, args: Any, by_script: bool) -> list[str]:
         except Exception as error:  # of the script's checks, or of the environment
             reasons.append(str(error) or type(error).__name__)
     return reasons
-
-
-class Measured(Exception):  # noqa: N818 - it is no error
-    """The speed is known."""
-
-
-def measure(script: ModuleType, args: Any, task: Any, seconds: float) -> tuple[float, float]:
-    """Train for some seconds, in a temporary folder with links to what is in this one.
-
-    Returns the estimated seconds of the whole training, and the steps per second after the first iteration.
-    """
-    log = script.Run.log
-    times = [time.monotonic()]  # of the start, and of each iteration's end
-    steps = [0]
-
-    def timed_log(run: Any, *arguments: Any) -> None:
-        log(run, *arguments)
-        times.append(time.monotonic())
-        steps.append(run.state.global_step if hasattr(run, "state") else arguments[0] + args.batch_size)
-        if len(times) > 2 and times[-1] - times[1] > seconds:
-            run.writer.close()
-            raise Measured
-
-    script.Run.log = timed_log
-    try:
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
-            for item in Path.cwd().iterdir():
-                if item.name != "runs":
-                    Path(folder, item.name).symlink_to(item)
-            with contextlib.chdir(folder), contextlib.suppress(Measured):
-                off = {name: False for name in ("track", "capture_video") if hasattr(args, name)}
-                quiet = replace(args, **off)
-                if task is None:
-                    script.train(quiet)
-                else:
-                    script.train(quiet, task)
-    finally:
-        script.Run.log = log
-    total = getattr(args, "total_timesteps", None) or args.total_episodes
-    seconds_before, steps_before = (times[1] - times[0], steps[1]) if len(times) > 2 else (0, 0)
-    speed = (steps[-1] - steps_before) / (times[-1] - times[0] - seconds_before)
-    return seconds_before + max(total - steps_before, 0) / speed, speed
 
 
 Row = tuple[str, str, str]  # label, value, usual range
@@ -899,18 +960,6 @@ def rows_of_language_models(args: Any) -> list[Row]:
     return rows
 
 
-def diagnostics(script: ModuleType, language: bool) -> list[Rule]:
-    """The rules on what this script logs: those whose tags are in its text."""
-    text = Path(str(script.__file__)).read_text(encoding="utf-8")
-    absent = set()
-    for metric in METRICS:
-        tags = [tag for tag in metric.tags if tag.startswith(("losses/", "charts/")) != language]
-        if not any(f'"{tag}"' in text or f'"{tag.removeprefix("losses/")}"' in text for tag in tags):
-            absent.add(metric.name)
-    rules = [rule for rule in RULES if rule not in UNSAFE]
-    return [rule for rule in rules if not absent & {subject(name) for name in names_in(rule)}]
-
-
 def plan(args: Plan, flags: list[str]) -> int:
     """Print the plan of a run, or why it is refused. Returns the exit status."""
     for name in ("env_kwargs", "env_id"):
@@ -927,12 +976,14 @@ def plan(args: Plan, flags: list[str]) -> int:
         for reason in reasons:
             print(f"refused: {reason}", file=sys.stderr)
         return 2
-    task = None
     if choice.script == "ppo_gpu":
-        task = script.make_envs(settings)
-        script.check_envs(task, settings)
+        script.check_envs(script.make_envs(settings), settings)
     elif "--model" in names:
-        task = script.load_task(settings)
+        script.load_task(settings)
+    elif args.check_env and args.env_id:
+        from gymnasium.utils.env_checker import check_env
+
+        check_env(make_env(args).unwrapped)  # it prints warnings, and raises what is wrong
 
     language = hasattr(settings, "total_episodes")
     print(f"{'script':15}{choice.script}.py: {choice.reason}")
@@ -944,14 +995,6 @@ def plan(args: Plan, flags: list[str]) -> int:
         print("note: scaled rewards take the place of normalised advantages, as was measured for this script")
     if iterations(settings) < 30:
         print("note: so few iterations are hardly enough: collect less in each, or train for more steps")
-    if args.seconds and not choice.recipe:
-        print(f"measuring the speed for {args.seconds:g} s, and two iterations or more ...", file=sys.stderr)
-        seconds, speed = measure(script, settings, task, args.seconds)
-        duration = f"{seconds:.2g} s"
-        if seconds >= 60:
-            duration = f"{seconds / 60:.2g} minutes" if seconds < 7200 else f"{seconds / 3600:,.1f} hours"
-        unit = "responses" if language else "transitions"
-        print(f"time:  about {duration} on this machine as it is now, {speed:,.0f} {unit} per second")
     coach = Path(sys.argv[0])  # the scripts are beside it
     file = "<the recipe's file>" if choice.recipe else coach.with_name(f"{choice.script}.py")
     print(f"run:   python {file} {shlex.join(flags)}".rstrip())
@@ -959,9 +1002,13 @@ def plan(args: Plan, flags: list[str]) -> int:
     experiment = settings.exp_name if "--exp-name" in names else choice.script
     folder = re.sub(r"[^\w.-]+", "_", f"{task_name}__{experiment}__{settings.seed}")
     print(f'check: python {coach} check "runs/{folder}__*" --watch')
-    print("\nSomething is wrong if one of these is true in (n) iterations in a row (see docs/metrics.md):")
-    for rule in diagnostics(script, language):
-        print(f"  {rule.when} ({rule.iterations}): {rule.problem}\n      {rule.remedy}")
+    if args.rules:
+        print("\n`check` compares, in (n) iterations in a row (docs/metrics.md explains the names):")
+        for rule in RULES + QUESTIONS:
+            is_of_language = rule.section == "Language models"
+            if is_of_language == language or rule.section == "The update":
+                kind = "WRONG" if rule in RULES else "QUESTION"
+                print(f"  {kind}: {rule.problem}: {rule.when} ({rule.iterations})\n      {rule.remedy}")
     return 0
 
 

@@ -138,6 +138,8 @@ def train(args: Args) -> Agent:
     agent = Agent(obs_size, num_actions)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5)  # eps: not in [PPO]
     writer = SummaryWriter(f"runs/{args.env_id}__ppo_minimal__{args.seed}__{time.time():.0f}")
+    rows = "\n".join(f"|{name}|{value}|" for name, value in vars(args).items())
+    writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
 
     shape = args.num_steps, args.num_envs  # [T, N]
     obs = torch.zeros(*shape, obs_size)  # s_t
@@ -149,11 +151,11 @@ def train(args: Args) -> Agent:
     truncated = torch.zeros(shape, dtype=torch.bool)  # a time limit ended it there
     current_obs, _ = envs.reset(seed=args.seed)  # environment n gets seed + n
     episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs)  # so far
-    episodes = []  # return (sum of rewards) and length of each that ended
 
     batch_size = args.num_steps * args.num_envs  # B
     for global_step in range(0, args.total_timesteps, batch_size):
         # 1. Run the policy for T steps in N environments. It is π_old until step 3 changes the weights.
+        episodes = []  # return (sum of rewards) and length of each that ends in this iteration
         for t in range(args.num_steps):
             obs[t] = torch.as_tensor(current_obs)
             with torch.no_grad():
@@ -188,14 +190,14 @@ def train(args: Args) -> Agent:
                 nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
 
-        # 4. Log metrics of the last minibatch, and means over the last 100 episodes.
+        # 4. Log metrics of the last minibatch, and means over the episodes that ended.
         steps = global_step + batch_size
         # 1 if V predicts the returns, 0 if it does no better than a constant.
         metrics["explained_variance"] = 1 - (returns - values).var() / returns.var()
         for name, metric in metrics.items():
             writer.add_scalar(f"losses/{name}", metric, steps)
         if episodes:
-            mean_return, mean_length = np.mean(episodes[-100:], axis=0)
+            mean_return, mean_length = np.mean(episodes, axis=0)
             writer.add_scalar("charts/episodic_return", mean_return, steps)
             writer.add_scalar("charts/episodic_length", mean_length, steps)
             print(f"{steps:>8,} steps  return {mean_return:.1f}", flush=True)

@@ -94,6 +94,11 @@ class Target(nn.Module):
         return [np.full((32, 32, 3), int(100 + 100 * cue), np.uint8) for cue, _ in snapshots]
 
 
+def target(args):
+    """A function that makes environments."""
+    return Target(args)
+
+
 class Changed(Target):
     """After some steps, `change` is applied to one of the results of `step`."""
 

@@ -13,7 +13,6 @@ from helpers import ROOT
 from torch.utils.tensorboard import SummaryWriter
 
 import coach
-import grpo
 
 METRICS = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
 SKILL = ROOT / "skills/ppo-trainer/SKILL.md"
@@ -23,7 +22,7 @@ HEALTHY = {  # of one iteration of ppo.py
     "losses/policy_loss": -0.01, "losses/value_loss": 0.1, "losses/grad_norm": 0.3,
 }  # fmt: skip
 SETTINGS = {
-    "env_id": "CartPole-v1", "total_timesteps": 100_000, "num_envs": 4, "update_epochs": 10,
+    "env_id": "Walk-v0", "total_timesteps": 100_000, "num_envs": 4, "update_epochs": 10,
     "num_minibatches": 4, "clip_coef": 0.2, "gamma": 0.99, "norm_adv": True, "surrogate": "clip",
 }  # fmt: skip
 
@@ -62,8 +61,7 @@ class Writer:
 def findings(folder):
     """Return the problems and questions that are found in a run, with the steps at which they were known."""
     run = coach.read_run(folder, coach.open_events(folder))
-    found = coach.find_problems(run, coach.RULES + coach.QUESTIONS)
-    return {finding.rule.problem: finding.step for finding in found}
+    return {finding.rule.problem: finding.step for finding in coach.find_problems(run)}
 
 
 def call(*words, folder="."):
@@ -74,22 +72,24 @@ def call(*words, folder="."):
 
 CASES = [  # part of the problem, iterations that the rule needs, metrics beyond its limit, and within
     ("do not compute the same policy", 2, {"first_approx_kl": 2e-4}, {"first_approx_kl": 9e-5}),
-    ("an update was extremely large", 1, {"kl": 1.1, "mean": 20}, {"kl": 0.9, "mean": 20}),
+    ("an update destroyed the policy", 1, {"kl": 3.1}, {"kl": 2.9}),
+    ("an update was extremely large", 1, {"kl": 1.1}, {"kl": 0.09}),
+    ("divergence is exactly 0", 5, {"approx_kl": 0, "clipfrac": 0}, {"approx_kl": 0}),
     ("though the policy moves", 3, {"clipfrac": 0, "kl": 0.03}, {"clipfrac": 0.01, "kl": 0.03}),
     ("though the policy moves", 3, {"clipfrac": 0, "kl": 0.03}, {"clipfrac": 0, "kl": 0.01}),
     ("updates are much too large", 5, {"kl": 0.11}, {"kl": 0.09}),
-    ("updates are too large", 5, {"kl": 0.06}, {"kl": 0.04}),
+    ("updates are too large", 20, {"kl": 0.06}, {"kl": 0.04}),
     ("nearly all samples are clipped", 5, {"clipfrac": 0.85}, {"clipfrac": 0.75}),
     ("the policy drifts", 20, {"clipfrac": 0.45}, {"clipfrac": 0.35}),
     ("almost deterministic", 20, {"entropy": 0.02, "mean": 20}, {"entropy": 0.02}),
     ("almost deterministic", 20, {"entropy": 0.02, "mean": 20}, {"entropy": 0.05, "mean": 20}),
     ("almost deterministic", 20, {"std": 0.04, "mean": 20}, {"std": 0.06, "mean": 20}),
-    ("too random", 10, {"std": 3.1}, {"std": 2.9}),
-    ("hardly changes", 20, {"kl": 9e-7, "mean": 20}, {"kl": 2e-6, "mean": 20}),
-    ("hardly changes", 20, {"kl": 9e-7, "mean": 20}, {"kl": 9e-7}),
+    ("very random", 10, {"std": 3.1}, {"std": 2.9}),
+    ("hardly changes", 20, {"kl": 9e-6, "mean": 20}, {"kl": 2e-5, "mean": 20}),
+    ("hardly changes", 20, {"kl": 9e-6, "mean": 20}, {"kl": 9e-6}),
     ("no sample is ever clipped", 20, {"clipfrac": 0, "kl": 9e-4, "mean": 20}, {"clipfrac": 0, "mean": 20}),
     ("predicts little", 20, {"explained_variance": 0.04}, {"explained_variance": 0.06}),
-    ("predicts little", 20, {"explained_variance": -3}, {"explained_variance": -3, "critic_error": 0.02}),
+    ("predicts little", 20, {"explained_variance": -3}, {"explained_variance": -3, "critic_error": 0.09}),
     ("most scaled rewards are clipped", 10, {"reward_clipfrac": 0.6}, {"reward_clipfrac": 0.4}),
     ("more than ten deviations", 10, {"obs_clipfrac": 0.03}, {"obs_clipfrac": 0.01}),
     ("lower than at first", 10, {"mean": 12}, {"mean": 20}),
@@ -112,7 +112,7 @@ def test_a_rule_speaks_beyond_its_limit_after_its_iterations_in_a_row(said, iter
     ("said", "first", "then"),
     [
         ("all returns have been the same", {"mean": 0.0, "deviation": 0.0}, {"mean": 0.0, "deviation": 0.0}),
-        ("hardly higher", {"mean": 20.0}, {"mean": 20.5}),
+        ("within its noise", {"mean": 20.0}, {"mean": 20.5}),
         ("as random as at first", {"mean": 20.0}, {"mean": 20.0, "entropy": 0.6}),
         ("shorten to nothing", {"mean": 20.0}, {"length": 9.0, "mean": 40.0}),
         ("", {"mean": 20.0}, {"entropy": 0.5}),
@@ -195,7 +195,7 @@ def test_runs_of_cleanrl_are_read(rises, tmp_path):
     assert run.finished
     assert run.numbers["return"][-1] == pytest.approx(20 + 30 * rises, abs=3)
     assert run.numbers["gain"][-1] == pytest.approx(30 / 8 * rises, abs=1)
-    assert ("hardly higher" in str(findings(folder))) != rises
+    assert ("within its noise" in str(findings(folder))) != rises
 
 
 def test_a_run_that_does_not_log_the_clip_fraction_or_the_kl_divergence_is_wrong(tmp_path):
@@ -252,8 +252,142 @@ def test_check_shows_a_table_of_each_run_and_ends_with_the_worst_status(tmp_path
     assert re.search(r"KL divergence +0.006 +0.006 .*WRONG", bad)
     assert re.search(r"explained variance +0.7 +0.7 .*ok", bad)
     assert "WRONG" not in good
+    assert "QUESTION" not in good
     assert call("check", "runs/good", folder=tmp_path)[0] == 0
     assert call("check", folder=tmp_path)[1] == out  # runs/ is the default
+
+
+WORDS = [  # the row, metrics, and the last column
+    ("KL divergence", {}, "below 0.05 ok"),
+    ("KL divergence", {"kl": 0.07}, "below 0.05 high"),
+    ("clip fraction", {"clipfrac": 0.6}, "below 0.4 high"),
+    ("explained variance", {}, "small error ok"),
+    ("explained variance", {"explained_variance": -10.1}, "small error low"),
+    ("explained variance", {"explained_variance": -10.1, "critic_error": 0.01}, "small error small error"),
+    ("return", {}, "rises rose"),
+    ("return", {"mean": 21.5}, "rises within noise"),  # 20 at first, with a deviation of 5
+    ("return", {"mean": 10.0}, "rises QUESTION"),
+    ("value loss", {}, "bounded"),
+]
+
+
+@pytest.mark.parametrize(("label", "changes", "ending"), WORDS)
+def test_the_last_column_says_how_a_number_compares_with_what_is_healthy(label, changes, ending, tmp_path):
+    writer = Writer(tmp_path).write(30, mean=20.0)
+    writer.write(19, **changes)  # no rule that needs 20 iterations speaks
+    _, out, _ = call("check", tmp_path)
+    (row,) = re.findall(f"^  {label} .*", out, re.M)
+    assert " ".join(row.split()).endswith(ending)
+
+
+SPIKES = [
+    ({"kl": 1.1}, 1, 0),
+    ({"kl": 3.5}, 1, 1),
+    ({"kl": 0.2}, 4, 0),
+    ({"kl": 0.2}, 6, 1),
+    ({"first_approx_kl": 1e-3}, 1, 0),
+    ({"first_approx_kl": 1e-3}, 2, 1),
+    ({"mean": -30.0}, 30, 0),
+]
+
+
+@pytest.mark.parametrize(("changes", "iterations", "status"), SPIKES)
+def test_watching_with_stop_and_the_check_at_the_end_agree(changes, iterations, status, tmp_path):
+    """What is WRONG after some iteration is so after all later ones, and a QUESTION stops nothing."""
+    writer = Writer(tmp_path, total_timesteps=100_000).write(10)
+    statuses = []
+    for count in [0, *[1] * iterations, *[5] * 5]:
+        writer.write(count, **(changes if count == 1 else {}))
+        statuses.append(call("check", tmp_path)[0])
+    assert statuses == sorted(statuses)
+    assert statuses[-1] == status
+    writer.write((100_000 - writer.step) // 1000)
+    assert call("check", tmp_path)[0] == status
+
+
+@pytest.mark.parametrize("total", [100_000, 40_000])
+def test_a_run_in_which_no_episode_ends_is_asked_about_and_wrong_at_its_end(total, tmp_path):
+    """Nothing tells whether it has learnt. 40 iterations are written."""
+    left_out = [
+        f"charts/episodic_{name}" for name in ("return", "return_std", "return_min", "return_max", "length")
+    ]
+    Writer(tmp_path, total_timesteps=total).write(40, left_out=left_out)
+    status, out, _ = call("check", tmp_path)
+    ended = total == 40_000
+    assert status == (1 if ended else 0)
+    assert ("WRONG: no episode has ended" if ended else "QUESTION: no episode has ended yet") in out
+
+
+@pytest.mark.parametrize(("mean", "settings", "asks"), [
+    (125.0, {"env_id": "CartPole-v1"}, True), (499.0, {"env_id": "CartPole-v1"}, False), (125.0, {"env_id": "CartPole-v1", "env_kwargs": '{"sutton_barto_reward": true}'}, False),
+    (125.0, {"env_id": "my_env:CartPole-v9"}, False),
+])  # fmt: skip
+def test_a_return_below_gymnasiums_threshold_is_a_question_at_the_end(mean, settings, asks, tmp_path):
+    """CartPole-v1 is solved at 475. Other rewards may have another threshold."""
+    writer = Writer(tmp_path, total_timesteps=60_000, **settings).write(30, mean=20.0).write(20, mean=mean)
+    assert "not take the environment for solved" not in str(findings(tmp_path))
+    writer.write(10, mean=mean)
+    assert ("not take the environment for solved" in str(findings(tmp_path))) == asks
+
+
+@pytest.mark.parametrize("broken", ["garbage", "two writers", "text"])
+def test_a_broken_run_does_not_hide_the_others(broken, tmp_path):
+    Writer(tmp_path / "z").write(20, kl=4.0)
+    folder = tmp_path / "a"
+    if broken == "two writers":
+        first, second = Writer(folder).write(5), Writer(folder)
+        for _ in range(10):
+            first.write(1)
+            second.write(1)
+    else:
+        writer = Writer(folder).write(5)
+        if broken == "text":
+            writer.writer.add_text("charts/episodic_return", "20")
+            writer.writer.add_text("settings", "no table")
+            writer.write(1)
+        else:
+            (file,) = folder.glob("*tfevents*")
+            file.write_bytes(file.read_bytes()[:700] + b"garbage" * 100)
+    status, out, _ = call("check", tmp_path)
+    assert status == 1
+    assert "WRONG: an update destroyed the policy" in out
+
+
+def test_a_run_that_cannot_be_read_is_named_and_the_status_is_2(tmp_path, monkeypatch):
+    """Not 0: nobody knows whether it is healthy."""
+    for name in "ab":
+        Writer(tmp_path / name).write(20)
+    read = coach.read_run
+
+    def fail(folder, events):
+        if folder.name == "a":
+            raise ValueError("damaged")
+        return read(folder, events)
+
+    monkeypatch.setattr(coach, "read_run", fail)
+    status, out, _ = call("check", tmp_path)
+    assert status == 2
+    assert f"{tmp_path / 'a'}: unreadable, ValueError: damaged" in out
+    assert "Nothing is wrong" in out
+
+
+def test_a_run_whose_process_has_ended_is_not_taken_for_live(tmp_path):
+    """A run of the scripts holds a lock while it trains."""
+    Writer(tmp_path).write(20)
+    lock = tmp_path / ".lock"
+    holder = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); "
+    holder += "print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", holder, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        process.stdout.readline()
+        _, out, _ = call("check", tmp_path)
+        assert "19,000 of 100,000 steps, 19 iterations\n" in out  # the last one may be half-written
+        process.communicate(b"\n")
+    _, out, _ = call("check", tmp_path)
+    assert "20,000 of 100,000 steps, 20 iterations, stopped before its end" in out
+    _, out, _ = call("check", tmp_path, "--watch", "--wait", 0, "--every", 0.1)
+    assert "stopped before its end" in out
 
 
 def test_a_truncated_file_of_a_healthy_run_is_healthy(tmp_path):
@@ -284,7 +418,7 @@ def test_the_entropy_of_a_gaussian_that_stays_does_not_mean_that_it_is_random(se
 def test_deviations_in_units_of_the_environment_are_not_judged(tmp_path):
     """A deviation of 5 is too large where 1 is half of an action's range, but not in unknown units."""
     Writer(tmp_path, scale_actions=False).write(40, std=5.0)
-    assert "the policy became too random" not in findings(tmp_path)
+    assert "the policy became very random" not in findings(tmp_path)
 
 
 def test_without_a_run_or_an_iteration_the_status_is_2(tmp_path):
@@ -337,27 +471,18 @@ def test_watch_with_stop_ends_at_the_first_problem(tmp_path):
     assert "updates" not in out
 
 
-def test_a_problem_that_is_over_is_told_but_not_wrong(tmp_path):
-    """A strict limit that holds no longer does not hide a weaker one that still does."""
-    Writer(tmp_path / "a").write(20, mean=20).write(10, kl=0.2).write(70)
-    Writer(tmp_path / "b").write(20, mean=20).write(10, kl=0.2).write(70, kl=0.07)
-    status, out, _ = call("check", tmp_path / "a")
+def test_a_question_is_asked_while_it_is_so(tmp_path):
+    """Returns that were lower than at first for a while, and rose, need no answer."""
+    writer = Writer(tmp_path).write(20, mean=20).write(15, mean=5)
+    status, out, _ = call("check", tmp_path)
     assert status == 0
-    assert "EARLIER: updates are much too large" in out
-    assert "WRONG" not in out
-    status, out, _ = call("check", tmp_path / "b")
-    assert status == 1
-    assert "EARLIER: updates are much too large" in out
-    assert "WRONG: updates are too large" in out
-
-
-def test_a_metric_that_no_rule_could_judge_has_no_verdict(tmp_path):
-    Writer(tmp_path).write(30, left_out=("losses/critic_error",), explained_variance=-3.0)
-    _, out, _ = call("check", tmp_path)
-    (row,) = re.findall("^  explained variance.*", out, re.M)
-    assert not row.endswith("ok")
-    (row,) = re.findall("^  value loss.*", out, re.M)
-    assert row.endswith("bounded")
+    assert "QUESTION: the return is lower than at first" in out
+    assert "No verdict: answer the questions" in out
+    writer.write(15, mean=60)
+    status, out, _ = call("check", tmp_path)
+    assert status == 0
+    assert "QUESTION" not in out
+    assert "Nothing is wrong" in out
 
 
 LANGUAGE = {  # of one iteration of grpo.py or ppo_rlhf.py
@@ -414,7 +539,7 @@ def test_rules_need_fewer_iterations_in_short_runs(tmp_path):
 
 
 PLANS = {  # words: the script, and other parts of the plan
-    "--env-id CartPole-v1 --total-timesteps 1e5 --gamma 0.9": (
+    "--env-id CartPole-v1 --total-timesteps 1e5 --gamma 0.9 --check-env": (
         "ppo.py",
         ["16 x 64 = 1,024", "about 98, for 100,000", "about 5,880 in all", "a horizon of 10 steps"],
     ),
@@ -427,6 +552,10 @@ PLANS = {  # words: the script, and other parts of the plan
         ["16 x 128", "note: so few iterations"],
     ),
     "--env-id gpu_envs:Target --device cpu": ("ppo_gpu.py", ["2048 x 32"]),
+    "--env-id gpu_envs:target --device cpu": ("ppo_gpu.py", ["2048 x 32"]),  # a function
+    "--env-id memory_tasks:PositionOnlyCartPole-v1": ("ppo_lstm.py", ["16 x 128", "hints at a memory"]),
+    "--env-id memory_tasks:PositionOnlyCartPole-v1 --script ppo": ("ppo.py", ["as --script says"]),
+    "--env-id CartPole-v1 --cell gru": ("ppo_lstm.py", ["a flag of its memory"]),
     "--env-id user_envs:Pairs-v0": ("ppo.py", ["docs/recipes.md, 'Other actions'"]),
     '--env-id user_envs:Walk-v0 --env-kwargs {"observation":"mixed"}': (
         "ppo.py",
@@ -438,21 +567,25 @@ PLANS = {  # words: the script, and other parts of the plan
 
 
 @pytest.mark.parametrize("words", PLANS)
-def test_a_plan_names_the_script_that_fits_its_sizes_the_rules_and_the_command(words):
+def test_a_plan_names_the_script_that_fits_its_sizes_and_the_command(words):
     script, texts = PLANS[words]
-    status, out, err = call("plan", *words.split(), "--seconds", 0, folder=ROOT / "tests")
+    status, out, err = call("plan", *words.split(), folder=ROOT / "tests")
     assert (status, err) == (0, "")
     assert re.search(rf"^script +{re.escape(script)}:", out)
-    for text in [*texts, "monitored < 1 (1): "]:
+    for text in texts:
         assert text in out
-    language = script in ("grpo.py", "ppo_rlhf.py")
-    assert ("kl > 0.05 (5): updates are too large" in out) == (not language)
-    assert ("std > 3 (10): " in out) == (script in ("ppo_continuous.py", "ppo_gpu.py"))
-    assert ("token_kl > 1 (1): " in out) == language
-    assert ("equal_groups > 0.9" in out) == (script == "grpo.py")
     (command,) = re.findall(r"^run: +python (.*)$", out, re.M)
     if "recipe" not in out:
         assert command.startswith(script)
+
+
+@pytest.mark.parametrize(("script", "language"), [("ppo_gpu", False), ("grpo", True)])
+def test_a_plan_shows_the_rules_that_will_judge_the_run_when_asked(script, language):
+    plain, out = (call("plan", "--script", script, *more)[1] for more in ((), ("--rules",)))
+    assert "WRONG" not in plain
+    assert "WRONG: acting and learning do not compute the same policy: first_kl > 1e-4 (2)" in out
+    assert ("QUESTION: the return is lower than at first: gain < -0.5 (10)" in out) != language
+    assert ("token_kl > 1 (1)" in out) == language
 
 
 REFUSED = {  # words, and parts of the reasons
@@ -461,35 +594,17 @@ REFUSED = {  # words, and parts of the reasons
     "--env-id CartPole-v1 --script ppo_continuous": ["Discrete(2)"],
     "--env-id CartPole-v1 --wings 2": ["--wings"],
     "--env-id Cartpole-v1": ["CartPole"],
+    "--env-id user_envs:Global-v0 --check-env": ["AssertionError", "seed"],
     "--total-timesteps 1e5": ["--env-id"],
 }
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_a_plan_is_refused_with_its_reasons_and_status_2(words, tmp_path):
-    status, out, err = call("plan", *words.split(), "--seconds", 0, folder=tmp_path)
+def test_a_plan_is_refused_with_its_reasons_and_status_2(words, tmp_path, monkeypatch):
+    status, out, err = call("plan", *words.split(), folder=tmp_path)
     assert (status, out) == (2, "")
     assert all(text in err for text in REFUSED[words])
     assert list(tmp_path.iterdir()) == []
-
-
-TIMED = {  # words of a plan: the number of steps in all
-    "--env-id user_envs:Walk-v0": 500_000,
-    "--script grpo --batch-size 32 --max-response-length 4 --total-episodes 1000": 1000,
-}
-
-
-@pytest.mark.parametrize("words", TIMED)
-def test_a_plan_measures_the_speed_and_leaves_no_run_behind(words, monkeypatch):
-    """The time of a plan is that of all its steps at the measured speed."""
-    monkeypatch.setattr(grpo, "learn_to_write", lambda *given: None)
-    status, out, err = call("plan", *words.split(), "--seconds", 0.2, folder=ROOT / "tests")
-    assert status == 0, err
-    (amount, unit, speed) = re.findall(r"^time: +about (\S+) (\w+) .* ([\d,]+) \w+ per second", out, re.M)[0]
-    seconds = float(amount) * {"s": 1, "minutes": 60, "hours": 3600}[unit]
-    ideal = TIMED[words] / float(speed.replace(",", ""))
-    assert seconds > 0.8 * ideal  # both are rounded
-    assert not (ROOT / "tests/runs").exists()
 
 
 # Documents
@@ -540,19 +655,31 @@ def test_the_commands_of_the_skill_run_one_after_another(tmp_path):
 
 BROKEN = [  # flags on CartPole, and the first problem
     pytest.param("", None, marks=pytest.mark.slow),
-    pytest.param("--learning-rate 1", "an update was extremely large", marks=pytest.mark.slow),
-    pytest.param("--ent-coef 10", "the policy is as random as at first", marks=pytest.mark.nightly),
-    pytest.param("--vf-coef 0", "the critic predicts little", marks=pytest.mark.nightly),
+    pytest.param("--learning-rate 1", "WRONG: an update destroyed the policy", marks=pytest.mark.slow),
+    pytest.param("--ent-coef 10", "QUESTION: the policy is as random as at first", marks=pytest.mark.nightly),
+    pytest.param("--vf-coef 0", "QUESTION: the critic predicts little", marks=pytest.mark.nightly),
 ]
 
 
 @pytest.mark.parametrize(("words", "problem"), BROKEN)
-def test_check_names_the_first_problem_of_a_broken_run_and_none_of_a_healthy_one(words, problem, tmp_path):
+def test_check_names_the_problem_of_a_broken_run_and_none_of_a_healthy_one(words, problem, tmp_path):
     command = [sys.executable, ROOT / "ppo.py", "--total-timesteps", "20000", "--eval-episodes", "1"]
     command += words.split()
     done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
     (shown,) = re.findall(r"^check: +python (.*)$", done.stdout, re.M)  # its last line
     status, out, _ = call(*shlex.split(shown)[1:], folder=tmp_path)
-    said = re.findall("^(?:WRONG|EARLIER|QUESTION): (.*?) [(]", out, re.M)
-    assert status == (1 if problem else 0)
-    assert said[:1] == ([problem] if problem else [])
+    said = [kind + problem for kind, problem in re.findall("^(WRONG: |QUESTION: )(.*?) [(]", out, re.M)]
+    said = [text for text in said if "Gymnasium" not in text]  # 20,000 steps do not solve CartPole
+    assert status == (1 if problem and "WRONG" in problem else 0)
+    assert problem in said if problem else not said
+
+
+@pytest.mark.slow
+def test_runs_of_the_page_are_read(tmp_path):
+    """It logs its settings, and the same tags as ppo.py."""
+    command = [sys.executable, ROOT / "ppo_minimal.py", "--total-timesteps", "20000", "--update-epochs", "31"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    status, out, _ = call("check", folder=tmp_path)
+    assert status == 1
+    assert re.findall("^WRONG: (.*?) [(]", out, re.M) == ["more than 30 epochs per rollout"]
+    assert "20,480 of 20,000 steps, 20 iterations\n" in out
