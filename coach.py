@@ -99,34 +99,13 @@ SETTINGS = {
     "update_epochs", "num_minibatches", "clip_coef", "gamma", "norm_adv", "norm_rewards", "min_log_std",
     "init_log_std", "num_envs", "max_grad_norm", "learning_rate",
 }  # fmt: skip
-# Numbers that are derived from metrics: the metric, then what the number is.
+# Numbers that are made of other ones: in which row of the table a finding about one is shown. All names in the
+# rules are defined in docs/metrics.md.
 DERIVED = {
-    "gain": ("return", "rise of the return since the start, in standard deviations of an episode"),
-    "episodes": ("return", "number of episodes that have ended, about"),
-    "equal_returns": ("return", "1 if all returns, of at least 100 episodes, have been the same, else 0"),
-    "missing_return": (
-        "return",
-        "how far the return and the last greedy return are below `reward_threshold`, at "
-        "which Gymnasium takes the environment for solved; unknown for others, and with `--env-kwargs`",
-    ),
-    "length_share": ("length", "length of episodes, as a share of that of the first ones"),
-    "greedy_gap": (
-        "greedy_return",
-        "how far the last greedy return is below the return of training, as a "
-        "share of the latter's rise or, if that is more, of three standard deviations of an episode",
-    ),
-    "reward_gain": ("reward", "rise of the mean reward since the start, in its standard deviations"),
-    "equal_rewards": ("reward", "1 if all mean rewards have been the same, else 0"),
-    "entropy_share": ("entropy", "entropy, as a share of the largest one so far; unknown for Gaussians"),
-    "grad_excess": ("grad_norm", "norm of the gradient, divided by the norm to which it is clipped"),
-    "gold_drop": ("gold", "share of its rise that the held-out score has lost again"),
-}
-# Besides these, the rules compare:
-#   progress            share of the steps that is done, from 0 to 1
-#   steps               gradient steps per iteration: epochs x minibatches
-#   unnormalised_steps  the same, if advantages are not normalised (nor rewards scaled, in ppo_continuous.py)
-#   monitored           1 if the KL divergence and the clip fraction are logged, else 0
-#   finite              1 up to the first NaN or infinite number in a loss or return, then 0
+    "gain": "return", "equal_returns": "return", "episodes": "return", "missing_return": "",
+    "length_share": "length", "greedy_gap": "greedy_return", "entropy_share": "entropy",
+    "grad_excess": "grad_norm", "reward_gain": "reward", "equal_rewards": "reward", "gold_drop": "gold",
+}  # fmt: skip
 
 
 class Rule(NamedTuple):
@@ -191,7 +170,7 @@ RULES = [
     Rule("reward_clipfrac > 0.5", 10, "most scaled rewards are clipped",
          "the learner sees no difference between them: subtract their mean, or use --no-norm-rewards",
          "The data and the critic"),
-    Rule("episodes < 1 and progress > 0.99", 1, "no episode has ended",
+    Rule("episodes < 1 and progress > 0.999", 1, "no episode has ended",
          "nothing tells whether the run has learnt: give the environment a time limit (max_episode_steps)",
          "The return does not rise"),
 ]  # fmt: skip
@@ -252,7 +231,7 @@ QUESTIONS = [
     Rule("greedy_gap > 0.5 and progress > 0.2", 1, "the greedy return is far below the return of training",
          "does the policy need its noise? If it should not, lower --ent-coef or train longer; if you changed "
          "the script, check that both see the same observations", "The return does not rise"),
-    Rule("missing_return > 0 and progress > 0.99", 1, "Gymnasium would not take the environment for solved",
+    Rule("missing_return > 0 and progress > 0.999", 1, "Gymnasium would not take the environment for solved",
          "were there too few steps? results/README.md has returns to compare with",
          "The return does not rise"),
     Rule("gamma < 0.5 and length > 2", 1, "the discount factor is below 0.5",
@@ -426,7 +405,7 @@ def numbers_of(settings: dict[str, Any]) -> dict[str, float]:
 
 
 def add_derived(run: RunLog) -> None:
-    """Add what is derived from losses and evaluations: see DERIVED."""
+    """Add what is derived from losses and evaluations."""
     numbers = run.numbers
     if "grad_norm" in numbers and "max_grad_norm" in numbers:
         numbers["grad_excess"] = numbers["grad_norm"] / numbers["max_grad_norm"]
@@ -445,7 +424,7 @@ def add_derived(run: RunLog) -> None:
 
 
 def add_returns(run: RunLog, entries: dict[str, list]) -> None:
-    """Add what is derived from returns and lengths: see DERIVED. Both become means of the last 100 episodes.
+    """Add what is derived from returns and lengths, which both become means of the last 100 episodes.
 
     There are E entries, each the mean of the episodes that ended in an iteration or, by CleanRL, an episode.
     """
@@ -508,7 +487,7 @@ def add_returns(run: RunLog, entries: dict[str, list]) -> None:
 
 
 def add_rewards(run: RunLog) -> None:
-    """Add what is derived from the mean rewards of a language model's batches: see DERIVED."""
+    """Add what is derived from the mean rewards of a language model's batches."""
     rewards = run.numbers["reward"]
     last = np.array([rewards[max(0, i - 9) : i + 1].mean() for i in range(len(rewards))])
     gain = (last - rewards[:5].mean()) / (noise(rewards) + 1e-8)
@@ -546,7 +525,7 @@ def names_in(rule: Rule) -> list[str]:
 
 def subject(name: str) -> str:
     """The metric from which a number is derived, or the number itself."""
-    return DERIVED.get(name, (name, ""))[0]
+    return DERIVED.get(name, name)
 
 
 def compare(when: str, numbers: dict[str, Any]) -> np.ndarray:

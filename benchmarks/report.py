@@ -18,12 +18,14 @@ from typing import Any
 import experiments
 import numpy as np
 import pandas as pd
+import verdicts
 from best import BEST
 from experiments import EXPERIMENTS, ROOT, Study, Task
 from rliable.library import get_interval_estimates
 from rliable.metrics import aggregate_iqm
 from run import CURVES, KEY, RUNS, SPEEDS
 from scipy.stats import bootstrap
+from verdicts import VERDICTS
 
 sys.path.insert(0, str(ROOT))
 import coach
@@ -436,6 +438,48 @@ def rules_table(rules: list[coach.Rule], problem: str) -> Iterator[Row]:
         }
 
 
+def found_table() -> Iterator[Row]:
+    """What coach.py says of planted bugs: for each script, the iteration at which it was known.
+
+    All that is WRONG, and of the questions the one that was known first.
+    """
+    rows = pd.read_csv(VERDICTS).query("bug == bug")
+    runs = [script for script in verdicts.TASKS if script in set(rows.script)]
+    for bug in verdicts.BUGS:
+        cells: dict[tuple[str, str], Row] = {}
+        for script, found in rows[rows.bug == bug].groupby("script"):
+            asked = found[found.verdict == "QUESTION"].sort_values("found").head(1)
+            for row in pd.concat([found[found.verdict.isin(["WRONG", "STOPPED"])], asked]).itertuples():
+                problem = "the script stops with an error" if row.verdict == "STOPPED" else row.problem
+                mark = f"{row.found}" if row.verdict == "QUESTION" else f"**{row.found}**"
+                cells.setdefault((row.verdict == "QUESTION", problem), {})[script] = mark
+            if found.verdict.isna().all():
+                cells.setdefault((True, "nothing"), {})[script] = "0"
+        for i, (_, problem) in enumerate(sorted(cells)):
+            has = cells[sorted(cells)[i]]
+            yield {
+                "planted bug": bug if i == 0 else "",
+                "what `check` says": problem,
+                **{script.removeprefix("ppo_"): has.get(script, "") for script in runs},
+            }
+
+
+def alarms_table() -> Iterator[Row]:
+    """What coach.py says of sound runs, by script and task."""
+    rows = pd.read_csv(VERDICTS).query("bug != bug").fillna("")
+    for script, flags, _ in verdicts.SOUND:
+        runs = rows[(rows.script == script) & (rows.flags == flags)]
+        asked = runs[runs.verdict == "QUESTION"].groupby("problem", sort=False).seed.nunique()
+        if len(runs):
+            yield {
+                "script": f"`{script}.py`",
+                "flags": f"`{flags}`" if flags else "",
+                "runs": f"{runs.seed.nunique()}",
+                "WRONG": f"{runs[runs.verdict == 'WRONG'].seed.nunique()}",
+                "QUESTION (runs)": "; ".join(f"{problem} ({count})" for problem, count in asked.items()),
+            }
+
+
 def best_table() -> Iterator[Row]:
     """Of each run with evaluations: the last policy, and the best one."""
     for row in pd.read_csv(BEST).query("eval_every > 0").sort_values(["env_id", "seed"]).itertuples():
@@ -491,6 +535,8 @@ def tables() -> dict[str, str]:
     made["unsafe"] = [*rules_table(coach.UNSAFE, "what is wrong")]
     rules = [rule for rule in coach.RULES if rule not in coach.UNSAFE]
     made["rules"] = [*rules_table(rules, "what is wrong")]
+    made["found"] = [*found_table()]
+    made["alarms"] = [*alarms_table()]
     made["questions"] = [*rules_table(coach.QUESTIONS, "what may be wrong")]
     return {name: markdown(rows) for name, rows in made.items()}
 

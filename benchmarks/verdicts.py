@@ -38,7 +38,7 @@ TASKS = {
     "ppo": "--total-timesteps 1e5",
     "ppo_continuous": "--env-id Pendulum-v1 --total-timesteps 1e5",
     "ppo_lstm": "--env-id memory_tasks:PositionOnlyCartPole-v1 --total-timesteps 1e5",
-    "ppo_atari": "--env-id BreakoutNoFrameskip-v4 --total-timesteps 3e4 --eval-episodes 1",
+    "ppo_atari": "--env-id BreakoutNoFrameskip-v4 --total-timesteps 2e4 --eval-episodes 1",
     "ppo_gpu": "--device cpu",
     "ppo_rlhf": "",
     "grpo": "",
@@ -59,6 +59,10 @@ RATIO = "log_ratio = log_prob(policy, batch.actions) - log_prob(batch.old_policy
 ITSELF = "log_ratio = log_prob(policy, batch.actions) - log_prob(policy, batch.actions).detach()"
 OBJECTIVE = "-torch.min(ratio * advantages, clipped_ratio * advantages)"
 TABLE = "-torch.min(ratio[..., None] * advantages, clipped_ratio[..., None] * advantages).mean(0)"
+TABLE_OF_ALL = (
+    "-torch.min(ratio.reshape(-1, 1) * advantages.flatten(),"
+    " clipped_ratio.reshape(-1, 1) * advantages.flatten()).mean()"
+)
 LAST = "nn.Tanh(), layers[2])"
 BUGS: dict[str, Bug] = {
     "the sign of the policy loss": (
@@ -220,8 +224,8 @@ SOUND = [
     ("ppo_lstm", "--env-id memory_tasks:PositionOnlyCartPole-v1 --total-timesteps 1e5", 2),
     ("ppo_lstm", "--env-id memory_tasks:Cue-v0 --total-timesteps 1e5", 2),
     ("ppo_gpu", "--device cpu", 3),
-    ("ppo_atari", "--env-id BreakoutNoFrameskip-v4 --total-timesteps 1e5 --eval-episodes 1", 2),
-    ("ppo_atari", "--env-id PongNoFrameskip-v4 --total-timesteps 1e5 --eval-episodes 1", 1),
+    ("ppo_atari", "--env-id BreakoutNoFrameskip-v4 --total-timesteps 5e4 --eval-episodes 1", 2),
+    ("ppo_atari", "--env-id PongNoFrameskip-v4 --total-timesteps 5e4 --eval-episodes 1", 1),
     ("ppo_rlhf", "", 3),
     ("grpo", "", 3),
 ]
