@@ -97,14 +97,15 @@ OF_UPDATES = {"kl", "approx_kl", "token_kl", "clipfrac", "first_kl", "grad_norm"
 # Settings that the rules compare, or that their numbers are made of.
 SETTINGS = {
     "update_epochs", "num_minibatches", "clip_coef", "gamma", "norm_adv", "norm_rewards", "min_log_std",
-    "init_log_std", "num_envs", "max_grad_norm", "learning_rate",
+    "init_log_std", "num_envs", "max_grad_norm",
 }  # fmt: skip
-# Numbers that are made of other ones: in which row of the table a finding about one is shown. All names in the
-# rules are defined in docs/metrics.md.
+# Numbers that are made of other ones, and in which row of the table a finding about one is shown.
+# docs/metrics.md defines all names of the rules.
 DERIVED = {
-    "gain": "return", "equal_returns": "return", "episodes": "return", "missing_return": "",
-    "length_share": "length", "greedy_gap": "greedy_return", "entropy_share": "entropy",
-    "grad_excess": "grad_norm", "reward_gain": "reward", "equal_rewards": "reward", "gold_drop": "gold",
+    "gain": "return", "largest_gain": "return", "equal_returns": "return", "episodes": "return",
+    "missing_return": "", "length_share": "length", "greedy_gap": "greedy_return", "largest_kl": "kl",
+    "entropy_share": "entropy", "grad_excess": "grad_norm", "reward_gain": "reward",
+    "equal_rewards": "reward", "gold_drop": "gold",
 }  # fmt: skip
 
 
@@ -153,10 +154,11 @@ RULES = [
          "the approximate KL divergence is exactly 0",
          "the ratio is always 1, or no step is taken: are the old log-probabilities those of the policy that "
          "acted, and do the weights change?", "The update"),
-    Rule("kl > 3", 1, "an update destroyed the policy",
+    Rule("largest_kl > 0.3 and largest_gain < 0.5", 20,
+         "an update was far too large, and the return has never risen",
          "start again with a lower --learning-rate; if it is 1e-3 or less, check the sign of the policy loss",
          "The update"),
-    Rule("kl > 0.1", 5, "updates are much too large",
+    Rule("kl > 0.1", 8, "updates are much too large",
          "lower --learning-rate (if it adapts to the KL: --desired-kl), or --update-epochs", "The update"),
     Rule("kl > 0.05", 20, "updates are too large",
          "lower --learning-rate (if it adapts to the KL: --desired-kl), or --update-epochs", "The update"),
@@ -201,8 +203,8 @@ QUESTIONS = [
          "The return does not rise"),
     Rule("clipfrac = 0 and kl < 1e-3 and steps > 1 and progress < 0.9 and not gain > 1", 20,
          "no sample is ever clipped",
-         "is the task solved? If not, and --learning-rate is above 0.003, the policy may have collapsed: lower "
-         "it. Else raise it or --update-epochs, or lower --ent-coef", "The update"),
+         "is the task solved? If not, and --learning-rate is above 0.003, the policy may have collapsed: "
+         "lower it. Else raise it or --update-epochs, or lower --ent-coef", "The update"),
     Rule("entropy_share > 0.97 and progress > 0.3 and not gain > 2", 10,
          "the policy is as random as at first",
          "are rewards rare? If not, lower --ent-coef, or raise --learning-rate; check that advantages belong "
@@ -409,6 +411,8 @@ def add_derived(run: RunLog) -> None:
     numbers = run.numbers
     if "grad_norm" in numbers and "max_grad_norm" in numbers:
         numbers["grad_excess"] = numbers["grad_norm"] / numbers["max_grad_norm"]
+    if "kl" in numbers:
+        numbers["largest_kl"] = np.fmax.accumulate(numbers["kl"])
     if run.settings.get("scale_actions") == "False":
         numbers.pop("std", None)  # in units of the environment, which the rules do not know
     gaussian = numbers.keys() & {"std", "init_log_std"} or "continuous" in run.settings.get("exp_name", "")
@@ -471,6 +475,7 @@ def add_returns(run: RunLog, entries: dict[str, list]) -> None:
     derived = {"return": mean_returns, "length": mean_lengths, "gain": gain}
     derived["length_share"] = mean_lengths / windowed(lengths, 0, first_end)
     derived["equal_returns"] = (equal & (seen >= 100)).astype(float)
+    derived["largest_gain"] = np.fmax.accumulate(gain)
     derived["unit"] = np.maximum(mean_returns - first_return, 3 * deviations)
     derived["episodes"] = seen
     last_entry = np.searchsorted(steps, run.steps, side="right") - 1  # of each iteration
@@ -785,7 +790,7 @@ def choose(plan: Plan, names: set[str]) -> Choice:
         return Choice("ppo_gpu", "its environments step as tensors")
     import gymnasium as gym
 
-    env = make_env(plan)
+    env = make_env(plan.env_id, plan.env_kwargs)
     env.close()
     actions, shape = env.action_space, env.observation_space.shape or ()
     seen = f"observations of shape {shape}" if shape else f"observations {env.observation_space}"
@@ -805,15 +810,15 @@ def choose(plan: Plan, names: set[str]) -> Choice:
     return Choice(script, reason, "Small images" if len(shape) == 3 else "")
 
 
-def make_env(plan: Plan) -> Any:
-    """The environment of a plan, as Gymnasium makes it. Raises `ValueError` if it does not."""
+def make_env(env_id: str, env_kwargs: str | None) -> Any:
+    """An environment as Gymnasium makes it. Raises `ValueError` if it does not."""
     import gymnasium as gym
 
     try:
-        return gym.make(plan.env_id, **json.loads(plan.env_kwargs or "{}"))
+        return gym.make(env_id, **json.loads(env_kwargs or "{}"))
     except (gym.error.Error, TypeError, json.JSONDecodeError) as error:
-        given = f" with --env-kwargs {plan.env_kwargs}" if plan.env_kwargs else ""
-        raise ValueError(f"{plan.env_id}{given}: {error}") from error
+        given = f" with --env-kwargs {env_kwargs}" if env_kwargs else ""
+        raise ValueError(f"{env_id}{given}: {error}") from error
 
 
 def is_on_gpu(env_id: str) -> bool:
@@ -959,13 +964,18 @@ def plan(args: Plan, flags: list[str]) -> int:
         script.check_envs(script.make_envs(settings), settings)
     elif "--model" in names:
         script.load_task(settings)
-    elif args.check_env and args.env_id:
+    language = hasattr(settings, "total_episodes")
+    if args.check_env:
+        if language or choice.script == "ppo_gpu":
+            raise ValueError("--check-env is for environments of Gymnasium")
         from gymnasium.utils.env_checker import check_env
 
-        check_env(make_env(args).unwrapped)  # it prints warnings, and raises what is wrong
-
-    language = hasattr(settings, "total_episodes")
+        env = make_env(settings.env_id, args.env_kwargs).unwrapped
+        check_env(env, skip_render_check=True)  # it prints warnings, and raises what is wrong
+        print(f"{'environment':15}passes Gymnasium's check_env")
     print(f"{'script':15}{choice.script}.py: {choice.reason}")
+    if args.check_env:
+        print(f"{'environment':15}passes Gymnasium's check_env")
     if choice.recipe:
         print(f"{'recipe':15}docs/recipes.md, {choice.recipe!r}, changes the script for this environment")
     for label, value, usual in (rows_of_language_models if language else rows_of_environments)(settings):

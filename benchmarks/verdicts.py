@@ -213,7 +213,7 @@ SOUND = [
     ("ppo", "--env-id MountainCar-v0 --total-timesteps 3e5", 2),
     ("ppo", "--env-id LunarLander-v3 --total-timesteps 2e5", 3),
     ("ppo", "--env-id FrozenLake-v1 --total-timesteps 1e5", 3),
-    ("ppo", "--env-id Taxi-v3 --total-timesteps 2e5", 2),
+    ("ppo", "--env-id Taxi-v4 --total-timesteps 2e5", 2),
     ("ppo_minimal", "", 3),
     ("ppo_minimal", "--env-id Acrobot-v1", 2),
     ("ppo_continuous", "--env-id Pendulum-v1 --total-timesteps 1e5", 3),

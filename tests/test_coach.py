@@ -72,12 +72,11 @@ def call(*words, folder="."):
 
 CASES = [  # part of the problem, iterations that the rule needs, metrics beyond its limit, and within
     ("do not compute the same policy", 2, {"first_approx_kl": 2e-4}, {"first_approx_kl": 9e-5}),
-    ("an update destroyed the policy", 1, {"kl": 3.1}, {"kl": 2.9}),
     ("an update was extremely large", 1, {"kl": 1.1}, {"kl": 0.09}),
     ("divergence is exactly 0", 5, {"approx_kl": 0, "clipfrac": 0}, {"approx_kl": 0}),
     ("though the policy moves", 3, {"clipfrac": 0, "kl": 0.03}, {"clipfrac": 0.01, "kl": 0.03}),
     ("though the policy moves", 3, {"clipfrac": 0, "kl": 0.03}, {"clipfrac": 0, "kl": 0.01}),
-    ("updates are much too large", 5, {"kl": 0.11}, {"kl": 0.09}),
+    ("updates are much too large", 8, {"kl": 0.11}, {"kl": 0.09}),
     ("updates are too large", 20, {"kl": 0.06}, {"kl": 0.04}),
     ("nearly all samples are clipped", 5, {"clipfrac": 0.85}, {"clipfrac": 0.75}),
     ("the policy drifts", 20, {"clipfrac": 0.45}, {"clipfrac": 0.35}),
@@ -248,7 +247,7 @@ def test_check_shows_a_table_of_each_run_and_ends_with_the_worst_status(tmp_path
     bad, good = out.split("runs/good")
     assert status == 1
     assert bad.index("updates are much too large") < bad.index("the policy drifts")
-    assert "in 30 iterations, reported from step 55,000, now 0.006" in bad
+    assert "in 30 iterations, reported from step 58,000, now 0.006" in bad
     assert re.search(r"KL divergence +0.006 +0.006 .*WRONG", bad)
     assert re.search(r"explained variance +0.7 +0.7 .*ok", bad)
     assert "WRONG" not in good
@@ -282,9 +281,8 @@ def test_the_last_column_says_how_a_number_compares_with_what_is_healthy(label, 
 
 SPIKES = [
     ({"kl": 1.1}, 1, 0),
-    ({"kl": 3.5}, 1, 1),
-    ({"kl": 0.2}, 4, 0),
-    ({"kl": 0.2}, 6, 1),
+    ({"kl": 0.2}, 7, 0),
+    ({"kl": 0.2}, 8, 1),
     ({"first_approx_kl": 1e-3}, 1, 0),
     ({"first_approx_kl": 1e-3}, 2, 1),
     ({"mean": -30.0}, 30, 0),
@@ -318,10 +316,18 @@ def test_a_run_in_which_no_episode_ends_is_asked_about_and_wrong_at_its_end(tota
     assert ("WRONG: no episode has ended" if ended else "QUESTION: no episode has ended yet") in out
 
 
-@pytest.mark.parametrize(("mean", "settings", "asks"), [
-    (125.0, {"env_id": "CartPole-v1"}, True), (499.0, {"env_id": "CartPole-v1"}, False), (125.0, {"env_id": "CartPole-v1", "env_kwargs": '{"sutton_barto_reward": true}'}, False),
-    (125.0, {"env_id": "my_env:CartPole-v9"}, False),
-])  # fmt: skip
+CARTPOLE = {"env_id": "CartPole-v1"}
+
+
+@pytest.mark.parametrize(
+    ("mean", "settings", "asks"),
+    [
+        (125.0, CARTPOLE, True),
+        (499.0, CARTPOLE, False),
+        (125.0, CARTPOLE | {"env_kwargs": '{"sutton_barto_reward": true}'}, False),
+        (125.0, {"env_id": "my_env:CartPole-v9"}, False),
+    ],
+)
 def test_a_return_below_gymnasiums_threshold_is_a_question_at_the_end(mean, settings, asks, tmp_path):
     """CartPole-v1 is solved at 475. Other rewards may have another threshold."""
     writer = Writer(tmp_path, total_timesteps=60_000, **settings).write(30, mean=20.0).write(20, mean=mean)
@@ -350,7 +356,7 @@ def test_a_broken_run_does_not_hide_the_others(broken, tmp_path):
             file.write_bytes(file.read_bytes()[:700] + b"garbage" * 100)
     status, out, _ = call("check", tmp_path)
     assert status == 1
-    assert "WRONG: an update destroyed the policy" in out
+    assert "WRONG: updates are much too large" in out
 
 
 def test_a_run_that_cannot_be_read_is_named_and_the_status_is_2(tmp_path, monkeypatch):
@@ -471,6 +477,16 @@ def test_watch_with_stop_ends_at_the_first_problem(tmp_path):
     assert "updates" not in out
 
 
+@pytest.mark.parametrize("rises", [True, False])
+def test_one_large_update_is_wrong_only_if_the_return_never_rises(rises, tmp_path):
+    """A question asks about it, also when it is over."""
+    writer = Writer(tmp_path).write(3, mean=20).write(1, mean=20, kl=1.2).write(11, mean=20)
+    writer.write(15, mean=60 if rises else 20).write(25, mean=15)
+    status, out, _ = call("check", tmp_path)
+    assert status == (0 if rises else 1)
+    assert "QUESTION: an update was extremely large" in out
+
+
 def test_a_question_is_asked_while_it_is_so(tmp_path):
     """Returns that were lower than at first for a while, and rose, need no answer."""
     writer = Writer(tmp_path).write(20, mean=20).write(15, mean=5)
@@ -571,7 +587,7 @@ def test_a_plan_names_the_script_that_fits_its_sizes_and_the_command(words):
     script, texts = PLANS[words]
     status, out, err = call("plan", *words.split(), folder=ROOT / "tests")
     assert (status, err) == (0, "")
-    assert re.search(rf"^script +{re.escape(script)}:", out)
+    assert re.search(rf"^script +{re.escape(script)}:", out, re.M)
     for text in texts:
         assert text in out
     (command,) = re.findall(r"^run: +python (.*)$", out, re.M)
@@ -655,7 +671,7 @@ def test_the_commands_of_the_skill_run_one_after_another(tmp_path):
 
 BROKEN = [  # flags on CartPole, and the first problem
     pytest.param("", None, marks=pytest.mark.slow),
-    pytest.param("--learning-rate 1", "WRONG: an update destroyed the policy", marks=pytest.mark.slow),
+    pytest.param("--learning-rate 1", "QUESTION: an update was extremely large", marks=pytest.mark.slow),
     pytest.param("--ent-coef 10", "QUESTION: the policy is as random as at first", marks=pytest.mark.nightly),
     pytest.param("--vf-coef 0", "QUESTION: the critic predicts little", marks=pytest.mark.nightly),
 ]
