@@ -12,6 +12,7 @@ The runs stay in benchmarks/unfinished/verdicts, so that changed rules can be tr
 from __future__ import annotations
 
 import fnmatch
+import json
 import os
 import subprocess
 import sys
@@ -31,6 +32,8 @@ import coach  # noqa: E402
 
 RUNS = ROOT / "benchmarks/unfinished/verdicts"
 VERDICTS = ROOT / "results/data/verdicts.csv"
+# Ten bugs and ten sound runs by someone who did not know the rules, tried when all limits had been chosen.
+HELD_OUT = ROOT / "benchmarks/held_out.json"
 
 # The task of each script, on which bugs are planted.
 TASKS = {
@@ -239,6 +242,8 @@ class Case:
     flags: str
     seed: int = 1
     bug: str = ""  # "": sound
+    changes: tuple[tuple[str, str], ...] = ()  # what is replaced in the text by what
+    held_out: bool = False
 
     @property
     def folder(self) -> Path:
@@ -248,25 +253,30 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """All runs: those of planted bugs, script by script, then the sound ones."""
+    """All runs: those of planted bugs, script by script, then the sound ones, then those of held_out.json."""
     broken = []
     for script, task in TASKS.items():
         for bug, of_scripts in BUGS.items():
-            if script in of_scripts:
-                given = of_scripts[script]
-                broken.append(Case(script, task if isinstance(given, tuple) else f"{task} {given}", 1, bug))
+            if given := of_scripts.get(script):
+                is_text = isinstance(given, tuple)
+                flags, changes = (task, (given,)) if is_text else (f"{task} {given}", ())
+                broken.append(Case(script, flags, 1, bug, changes))
     sound = [Case(script, flags, seed) for script, flags, n in SOUND for seed in range(1, n + 1)]
-    return broken + sound
+    more = json.loads(HELD_OUT.read_text(encoding="utf-8"))
+    held_out = [
+        Case(case["script"], case["flags"], 1, case.get("name", ""), case.get("changes", ()), True)
+        for case in more["bugs"] + more["sound"]
+    ]
+    return broken + sound + held_out
 
 
 def text_of(case: Case) -> str:
     """The script's text, with the bug. Raises `ValueError` unless what is replaced occurs exactly once."""
     text = (ROOT / f"{case.script}.py").read_text(encoding="utf-8")
-    change = BUGS[case.bug][case.script] if case.bug else ""
-    if isinstance(change, tuple):
-        if text.count(change[0]) != 1:
-            raise ValueError(f"{case.script}.py has {text.count(change[0])} times {change[0]!r}")
-        text = text.replace(*change)
+    for old, new in case.changes:
+        if text.count(old) != 1:
+            raise ValueError(f"{case.script}.py has {text.count(old)} times {old!r}")
+        text = text.replace(old, new)
     return text
 
 
@@ -305,7 +315,8 @@ def judge(case: Case) -> list[dict[str, Any]]:
     """What `check` says of a run that is done: a row for each finding, or one without any."""
     (folder,) = coach.find_runs((str(case.folder / "runs"),)) or [None]
     run = coach.read_run(folder, coach.open_events(folder)) if folder else None
-    about = {"script": case.script, "bug": case.bug, "flags": case.flags, "seed": case.seed}
+    about = {"held_out": case.held_out, "script": case.script, "bug": case.bug, "flags": case.flags}
+    about["seed"] = case.seed
     if run is None:
         return [about | {"iterations": 0, "verdict": "STOPPED", "found": 0}]
     status = (case.folder / "done").read_text().split()[0]

@@ -260,9 +260,9 @@ WORDS = [  # the row, metrics, and the last column
     ("KL divergence", {}, "below 0.05 ok"),
     ("KL divergence", {"kl": 0.07}, "below 0.05 high"),
     ("clip fraction", {"clipfrac": 0.6}, "below 0.4 high"),
-    ("explained variance", {}, "small error ok"),
-    ("explained variance", {"explained_variance": -10.1}, "small error low"),
-    ("explained variance", {"explained_variance": -10.1, "critic_error": 0.01}, "small error small error"),
+    ("explained variance", {}, "above 0 ok"),
+    ("explained variance", {"explained_variance": -10.1}, "above 0 low"),
+    ("explained variance", {"explained_variance": -10.1, "critic_error": 0.01}, "above 0 but a small error"),
     ("return", {}, "rises rose"),
     ("return", {"mean": 21.5}, "rises within noise"),  # 20 at first, with a deviation of 5
     ("return", {"mean": 10.0}, "rises QUESTION"),
