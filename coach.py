@@ -194,14 +194,15 @@ QUESTIONS = [
          "the policy is almost deterministic, and the return has not risen",
          "was the task solved at first? If not, raise --min-log-std, or --ent-coef",
          "The return does not rise"),
-    Rule("kl < 1e-5 and progress < 0.9 and not gain > 1", 20, "the policy hardly changes",
-         "is the task solved, or a reward still to be found? If not: is a step taken, and are the shapes in "
-         "the loss [B]? Was the learning rate so high that the policy collapsed at once, or is it too low?",
+    Rule("kl < 1e-5 and progress < 0.9 and not gain > 1 and not entropy_share < 0.05", 20,
+         "the policy hardly changes",
+         "is the task solved, or a reward still to be found? If not: is a step taken, are the shapes in the "
+         "loss [B], is --learning-rate too low?",
          "The return does not rise"),
-    Rule("clipfrac = 0 and kl < 1e-3 and steps > 1 and progress < 0.9 and not gain > 1", 20,
-         "no sample is ever clipped",
-         "is the task solved? If not, and --learning-rate is above 0.003, the policy may have collapsed: "
-         "lower it. Else raise it or --update-epochs, or lower --ent-coef", "The update"),
+    Rule("clipfrac = 0 and kl < 1e-3 and steps > 1 and progress < 0.9 and not gain > 1 "
+         "and not entropy_share < 0.05", 20, "no sample is ever clipped",
+         "is the task solved, or a reward still to be found? If not, updates are very small: raise "
+         "--learning-rate or --update-epochs, or lower --ent-coef", "The update"),
     Rule("entropy_share > 0.97 and progress > 0.3 and not gain > 2", 10,
          "the policy is as random as at first",
          "are rewards rare? If not, lower --ent-coef, or raise --learning-rate; check that advantages belong "
