@@ -203,8 +203,7 @@ QUESTIONS = [
          "and not entropy_share < 0.05", 20, "no sample is ever clipped",
          "is the task solved, or a reward still to be found? If not, updates are very small: raise "
          "--learning-rate or --update-epochs, or lower --ent-coef", "The update"),
-    Rule("entropy_share > 0.97 and progress > 0.3 and not gain > 2", 10,
-         "the policy is as random as at first",
+    Rule("entropy_share > 0.9 and progress > 0.5", 10, "the policy is nearly as random as at first",
          "are rewards rare? If not, lower --ent-coef, or raise --learning-rate; check that advantages belong "
          "to their actions", "The return does not rise"),
     Rule("std > 3", 10, "the policy became very random",
@@ -217,6 +216,9 @@ QUESTIONS = [
          "the critic predicts little",
          "are rewards rare, or noise, or the same in all states? If not, check that the observations tell "
          "what the return depends on, and that the value loss has a gradient (--vf-coef)",
+         "The data and the critic"),
+    Rule("critic_error > 0.9 and progress > 0.3", 20, "the critic's error is as large as the returns",
+         "are rewards rare, or noise? If not, check that the value loss has a gradient (--vf-coef)",
          "The data and the critic"),
     Rule("grad_excess > 100", 20, "the gradient is clipped to less than a hundredth",
          "does the value loss dominate? Then scale the rewards (--norm-rewards), or lower --vf-coef",
@@ -556,7 +558,7 @@ def find_problems(run: RunLog) -> list[Finding]:
         true = np.broadcast_to(compare(rule.when, run.numbers), run.steps.shape)
         if any(found.rule.when.split()[:2] == [name, sign] for found in findings):
             continue
-        if rule in QUESTIONS and not true[-5:].any():
+        if rule in QUESTIONS and not true[-max(5, len(true) // 8) :].any():
             continue
         streak = 0
         for step, is_true in zip(run.steps.tolist(), true.tolist(), strict=True):

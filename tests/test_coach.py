@@ -112,7 +112,7 @@ def test_a_rule_speaks_beyond_its_limit_after_its_iterations_in_a_row(said, iter
     [
         ("all returns have been the same", {"mean": 0.0, "deviation": 0.0}, {"mean": 0.0, "deviation": 0.0}),
         ("within its noise", {"mean": 20.0}, {"mean": 20.5}),
-        ("as random as at first", {"mean": 20.0}, {"mean": 20.0, "entropy": 0.6}),
+        ("as random as at first", {"mean": 20.0}, {"mean": 40.0, "entropy": 0.6}),
         ("shorten to nothing", {"mean": 20.0}, {"length": 9.0, "mean": 40.0}),
         ("", {"mean": 20.0}, {"entropy": 0.5}),
     ],
@@ -418,7 +418,7 @@ def test_with_many_environments_the_first_short_episodes_are_not_the_start(tmp_p
 def test_the_entropy_of_a_gaussian_that_stays_does_not_mean_that_it_is_random(setting, tmp_path):
     """A Gaussian's entropy has no largest value."""
     Writer(tmp_path, **setting).write(20, mean=20.0, entropy=6.0).write(80, mean=25.0, entropy=6.0)
-    assert "the policy is as random as at first" not in findings(tmp_path)
+    assert "the policy is nearly as random as at first" not in findings(tmp_path)
 
 
 def test_deviations_in_units_of_the_environment_are_not_judged(tmp_path):
@@ -677,7 +677,7 @@ BROKEN = [  # flags on CartPole, and the first problem
         "WRONG: an update was far too large, and the return has never risen",
         marks=pytest.mark.slow,
     ),
-    pytest.param("--ent-coef 10", "QUESTION: the policy is as random as at first", marks=pytest.mark.nightly),
+    pytest.param("--ent-coef 10", "QUESTION: the policy is nearly as random as at first", marks=pytest.mark.nightly),
     pytest.param("--vf-coef 0", "QUESTION: the critic predicts little", marks=pytest.mark.nightly),
 ]
 
