@@ -677,7 +677,11 @@ BROKEN = [  # flags on CartPole, and the first problem
         "WRONG: an update was far too large, and the return has never risen",
         marks=pytest.mark.slow,
     ),
-    pytest.param("--ent-coef 10", "QUESTION: the policy is nearly as random as at first", marks=pytest.mark.nightly),
+    pytest.param(
+        "--ent-coef 10",
+        "QUESTION: the policy is nearly as random as at first",
+        marks=pytest.mark.nightly,
+    ),
     pytest.param("--vf-coef 0", "QUESTION: the critic predicts little", marks=pytest.mark.nightly),
 ]
 
