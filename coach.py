@@ -8,8 +8,8 @@
 refuses unsafe settings. It needs the scripts beside this file.
 
 `check` reads what runs have logged for TensorBoard, those of CleanRL too. For each run, it prints its metrics
-at first and now, and what it finds. WRONG is what no sound run has, and it stays. A QUESTION is about what
-may be as it should be, and is asked while it is so. `check` needs this file alone.
+at first and now, and what it finds. WRONG is what no sound run has, and it stays. A QUESTION is about
+something that may be right for your task, and is asked while it is so. `check` needs this file alone.
 
 The exit status is 0 without a WRONG, 1 with one, and 2 if a plan is refused or there is nothing to check.
 docs/metrics.md explains the metrics and the rules, and says what they found in runs with planted bugs.
@@ -60,7 +60,7 @@ METRICS = [
     Metric("reward", "reward", "rises", ("reward",)),
     Metric("response_length", "length of responses", "as the task asks", ("completions/mean_length",)),
     Metric("kl", "KL divergence", "below 0.05", ("losses/kl", "losses/approx_kl")),
-    Metric("approx_kl", "", "", ("losses/approx_kl", "policy/approxkl_avg")),
+    Metric("approx_kl", "", "", ("losses/approx_kl",)),
     Metric("token_kl", "KL per token", "below 0.05", ("policy/approxkl_avg",)),
     Metric("first_kl", "KL before the 1st step", "below 1e-4", ("losses/first_approx_kl",)),
     Metric("clipfrac", "clip fraction", "below 0.4", ("losses/clipfrac", "policy/clipfrac_avg")),
@@ -101,9 +101,14 @@ SETTINGS = {
 DERIVED = {
     "gain": "return", "largest_gain": "return", "equal_returns": "return", "episodes": "return",
     "missing_return": "", "length_share": "length", "greedy_gap": "greedy_return", "largest_kl": "kl",
-    "entropy_share": "entropy", "grad_excess": "grad_norm", "reward_gain": "reward",
+    "entropy_share": "entropy", "grad_excess": "grad_norm", "approx_kl": "kl", "reward_gain": "reward",
     "equal_rewards": "reward", "gold_drop": "gold",
 }  # fmt: skip
+
+
+# Sections of docs/metrics.md.
+SETTING, UPDATE, RETURN = "Unsafe settings", "The update", "The return does not rise"
+DATA, LANGUAGE = "The data and the critic", "Language models"
 
 
 class Rule(NamedTuple):
@@ -113,21 +118,25 @@ class Rule(NamedTuple):
     iterations: int
     problem: str
     remedy: str
-    section: str  # of docs/metrics.md
+    section: str
+
+    @property
+    def kind(self) -> str:
+        """Whether no sound run has it."""
+        return "WRONG" if self in RULES else "QUESTION"
 
 
 # Settings that `plan` refuses. `check` finds them among the settings that a run has logged.
 UNSAFE = [
     Rule("update_epochs > 30", 1, "more than 30 epochs per rollout",
-         "the policy moves too far from the one that collected the data; 3 to 10 epochs are usual",
-         "Unsafe settings"),
+         "the policy moves too far from the one that collected the data; 3 to 10 epochs are usual", SETTING),
     Rule("clip_coef > 0.3", 1, "a clip range above 0.3",
          "probabilities change by more than 30% before the clip stops their gradient; 0.1 to 0.3 is usual",
-         "Unsafe settings"),
+         SETTING),
     Rule("unnormalised_steps > 1", 1, "several gradient steps on advantages that are not normalised",
          "the policy loss has the scale of the rewards, and all other coefficients must fit it: use "
          "--norm-adv (ppo_continuous.py: or --norm-rewards), or --update-epochs 1 --num-minibatches 1",
-         "Unsafe settings"),
+         SETTING),
 ]  # fmt: skip
 # What no sound run has, the most serious first. One such finding stays, also when its metric recovers. All
 # limits were chosen on sound runs, and on runs with planted bugs: docs/metrics.md has both in a table.
@@ -135,131 +144,123 @@ RULES = [
     *UNSAFE,
     Rule("monitored < 1", 1, "the KL divergence or the clip fraction is not logged",
          "log both, as losses/approx_kl and losses/clipfrac: they show how far an update moves the policy",
-         "The update"),
-    Rule("finite < 1", 1, "a loss, the KL divergence, the entropy or a return is NaN or infinite",
-         "look for NaN in rewards and observations; lower --learning-rate", "The update"),
+         UPDATE),
+    Rule("finite < 1", 1, "a loss, a gradient, the KL divergence, the entropy or a return is not finite",
+         "look for NaN in rewards and observations; lower --learning-rate", UPDATE),
     Rule("first_kl > 1e-4", 2, "acting and learning do not compute the same policy",
          "before the first gradient step, the KL divergence must be 0, up to rounding: look for dropout, "
-         "other masks, or a normaliser that changes between acting and learning", "The update"),
+         "other masks, or a normaliser that changes between acting and learning", UPDATE),
     Rule("sampling_difference > 0.1", 2, "sampling and learning do not compute the same log-probabilities",
-         "compare those of one response: temperature, padding, cache, dtype", "Language models"),
-    Rule("clipfrac = 0 and kl > 0.02 and steps > 1", 3,
-         "no sample is ever clipped, though the policy moves",
-         "the ratio is always 1: are the old log-probabilities those of the policy that acted?",
-         "The update"),
+         "compare those of one response: temperature, padding, cache, dtype", LANGUAGE),
+    Rule("clipfrac = 0 and kl > 0.02 and steps > 1", 3, "no sample is ever clipped, though the policy moves",
+         "the ratio is always 1: are the old log-probabilities those of the policy that acted?", UPDATE),
     Rule("approx_kl = 0 and clipfrac = 0 and steps > 1 and not entropy_share < 0.1", 5,
          "the approximate KL divergence is exactly 0",
          "the ratio is always 1, or no step is taken: are the old log-probabilities those of the policy that "
-         "acted, and do the weights change?", "The update"),
+         "acted, and do the weights change?", UPDATE),
     Rule("largest_kl > 0.3 and largest_gain < 0.5", 20,
-         "an update was far too large, and the return has never risen",
+         "an update was far too large, and the return did not rise after it",
          "start again with a lower --learning-rate; if it is 1e-3 or less, check the sign of the policy loss",
-         "The update"),
+         UPDATE),
     Rule("kl > 0.1", 8, "updates are much too large",
-         "lower --learning-rate (if it adapts to the KL: --desired-kl), or --update-epochs", "The update"),
+         "lower --learning-rate (if it adapts to the KL: --desired-kl), or --update-epochs", UPDATE),
     Rule("kl > 0.05", 20, "updates are too large",
-         "lower --learning-rate (if it adapts to the KL: --desired-kl), or --update-epochs", "The update"),
+         "lower --learning-rate (if it adapts to the KL: --desired-kl), or --update-epochs", UPDATE),
     Rule("clipfrac > 0.8", 5, "nearly all samples are clipped",
          "clipped samples have no gradient, so that nothing holds the policy: lower --learning-rate, or "
-         "--update-epochs", "The update"),
+         "--update-epochs", UPDATE),
     Rule("clipfrac > 0.4", 20, "many samples are clipped for long, and the policy drifts",
-         "lower --learning-rate, or --update-epochs", "The update"),
+         "lower --learning-rate, or --update-epochs", UPDATE),
+    Rule("token_kl = 0 and clipfrac = 0 and steps > 1 and not equal_groups > 0.99", 5,
+         "the KL divergence per token is exactly 0",
+         "the ratio is always 1, or no step is taken: are the old log-probabilities those of the policy that "
+         "acted, and do the weights change?", LANGUAGE),
     Rule("token_kl > 1", 1, "an update of the language model was extremely large",
-         "start again with a lower --learning-rate", "Language models"),
+         "start again with a lower --learning-rate", LANGUAGE),
     Rule("reward_clipfrac > 0.5", 10, "most scaled rewards are clipped",
-         "the learner sees no difference between them: subtract their mean, or use --no-norm-rewards",
-         "The data and the critic"),
+         "the learner sees no difference between them: subtract their mean, or use --no-norm-rewards", DATA),
     Rule("episodes < 1 and progress > 0.999", 1, "no episode has ended",
          "nothing tells whether the run has learnt: give the environment a time limit (max_episode_steps)",
-         "The return does not rise"),
+         RETURN),
 ]  # fmt: skip
-# What may be as it should be, since it depends on the task. It is asked while it is so.
+# What may be right for the task. It is asked while it is so: in one of the last iterations.
 QUESTIONS = [
     Rule("largest_kl > 1", 1, "an update was extremely large",
-         "did the return recover? If not, lower --learning-rate", "The update"),
+         "did the return recover? If not, lower --learning-rate", UPDATE),
     Rule("episodes < 1 and progress > 0.1", 10, "no episode has ended yet",
          "are episodes so long? If they never end, give the environment a time limit (max_episode_steps)",
-         "The return does not rise"),
+         RETURN),
     Rule("equal_returns > 0", 20, "all returns have been the same",
-         "are rewards rare, or is the task solved? If neither, print the rewards of a few episodes",
-         "The return does not rise"),
+         "are rewards rare, or is the task solved? If neither, print the rewards of a few episodes", RETURN),
     Rule("gain < -0.5", 10, "the return is lower than at first",
          "does the task become harder? If not, check the sign of the policy loss, that the learner sees the "
-         "environment's rewards, and that actions reach their environment", "The return does not rise"),
+         "environment's rewards, and that actions reach their environment", RETURN),
     Rule("entropy_share < 0.05 and gain < 1", 20,
          "the policy is almost deterministic, and the return has not risen",
          "was the task solved at first? If not, the policy collapsed: lower --learning-rate, or raise "
-         "--ent-coef; check that the rewards favour what you want", "The return does not rise"),
-    Rule("std < 0.05 and gain < 1", 20,
-         "the policy is almost deterministic, and the return has not risen",
-         "was the task solved at first? If not, raise --min-log-std, or --ent-coef",
-         "The return does not rise"),
+         "--ent-coef; check that the rewards favour what you want", RETURN),
+    Rule("std < 0.05 and gain < 1", 20, "the policy is almost deterministic, and the return has not risen",
+         "was the task solved at first? If not, raise --min-log-std, or --ent-coef", RETURN),
     Rule("kl < 1e-5 and progress < 0.9 and not gain > 1 and not entropy_share < 0.05", 20,
          "the policy hardly changes",
          "is the task solved, or a reward still to be found? If not: is a step taken, are the shapes in the "
-         "loss [B], is --learning-rate too low?",
-         "The return does not rise"),
+         "loss [B], is --learning-rate too low?", RETURN),
     Rule("clipfrac = 0 and kl < 1e-3 and steps > 1 and progress < 0.9 and not gain > 1 "
          "and not entropy_share < 0.05", 20, "no sample is ever clipped",
          "is the task solved, or a reward still to be found? If not, updates are very small: raise "
-         "--learning-rate or --update-epochs, or lower --ent-coef", "The update"),
+         "--learning-rate or --update-epochs, or lower --ent-coef", UPDATE),
     Rule("entropy_share > 0.9 and progress > 0.5", 10, "the policy is nearly as random as at first",
          "are rewards rare? If not, lower --ent-coef, or raise --learning-rate; check that advantages belong "
-         "to their actions", "The return does not rise"),
+         "to their actions", RETURN),
     Rule("std > 3", 10, "the policy became very random",
          "are the actions at their bounds the best ones? If not: 1 is half of an action's range, so lower "
-         "--ent-coef, or --learning-rate", "The data and the critic"),
+         "--ent-coef, or --learning-rate", DATA),
     Rule("gain < 0.5 and progress > 0.5", 10, "the rise of the return is within its noise",
          "was the task solved at first, or are rewards rare? If not, see the symptoms in docs/metrics.md",
-         "The return does not rise"),
+         RETURN),
     Rule("explained_variance < 0.05 and not critic_error < 0.1 and progress > 0.1", 20,
          "the critic predicts little",
          "are rewards rare, or noise, or the same in all states? If not, check that the observations tell "
-         "what the return depends on, and that the value loss has a gradient (--vf-coef)",
-         "The data and the critic"),
+         "what the return depends on, and that the value loss has a gradient (--vf-coef)", DATA),
     Rule("critic_error > 0.9 and progress > 0.3", 20, "the critic's error is as large as the returns",
-         "are rewards rare, or noise? If not, check that the value loss has a gradient (--vf-coef)",
-         "The data and the critic"),
+         "are rewards rare, or noise? If not, check that the value loss has a gradient (--vf-coef)", DATA),
     Rule("grad_excess > 100", 20, "the gradient is clipped to less than a hundredth",
-         "does the value loss dominate? Then scale the rewards (--norm-rewards), or lower --vf-coef",
-         "The update"),
+         "does the value loss dominate? Then scale the rewards (--norm-rewards), or lower --vf-coef", UPDATE),
     Rule("obs_clipfrac > 0.02", 10, "many observations are more than ten deviations from their mean",
          "is there a number that stands for a missing one? Give 0 instead, and a binary number that says so",
-         "The data and the critic"),
+         DATA),
     Rule("length < 10 and length_share < 0.5 and gain > 0.3", 20,
          "the return rises, and episodes shorten to nothing",
          "is a quick end what you want? Watch the agent. If it is not, look for rewards that are negative in "
-         "each step", "The return does not rise"),
+         "each step", RETURN),
     Rule("greedy_gap > 0.5 and progress > 0.2", 1, "the greedy return is far below the return of training",
          "does the policy need its noise? If it should not, lower --ent-coef or train longer; if you changed "
-         "the script, check that both see the same observations", "The return does not rise"),
+         "the script, check that both see the same observations", RETURN),
     Rule("missing_return > 0 and progress > 0.999", 1, "Gymnasium would not take the environment for solved",
-         "were there too few steps? results/README.md has returns to compare with",
-         "The return does not rise"),
+         "were there too few steps? results/README.md has returns to compare with", RETURN),
     Rule("gamma < 0.5 and length > 2", 1, "the discount factor is below 0.5",
-         "do only the next rewards count? The horizon is 1 / (1 - γ) steps; 0.9 to 0.999 is usual",
-         "The return does not rise"),
+         "do only the next rewards count? The horizon is 1 / (1 - γ) steps; 0.9 to 0.999 is usual", RETURN),
     Rule("equal_rewards > 0", 10, "all responses have had the same reward",
-         "are rewards rare? If not, print those of a few responses", "Language models"),
+         "are rewards rare? If not, print those of a few responses", LANGUAGE),
     Rule("reward_gain < -2", 10, "the reward is lower than at first",
          "does the task become harder? If not, lower --learning-rate; check the sign of the policy loss, and "
-         "which reward is of which response", "Language models"),
+         "which reward is of which response", LANGUAGE),
     Rule("reward_gain < 1 and progress > 0.5", 10, "the reward is hardly higher than at first",
          "was it high at first? If not, raise --learning-rate, if the KL divergence per token is below "
-         "0.001, and check the reward function", "Language models"),
+         "0.001, and check the reward function", LANGUAGE),
     Rule("equal_groups > 0.9 and reward_gain < 1", 10, "nearly all groups of responses have equal rewards",
          "are the prompts too hard, or too easy, or is the model destroyed? Nothing is learnt from them",
-         "Language models"),
+         LANGUAGE),
     Rule("critic_explained_variance < 0.05 and progress > 0.3", 10,
          "the critic of the language model predicts little",
-         "is the run so short? Then raise --critic-learning-rate", "Language models"),
+         "is the run so short? Then raise --critic-learning-rate", LANGUAGE),
     Rule("cut_off > 0.5", 10, "most responses are cut off",
          "are they meant to fill --max-response-length? If not, raise it, or check the stop tokens, which a "
-         "run prints at its start", "Language models"),
+         "run prints at its start", LANGUAGE),
     Rule("gold_drop > 0.5 and reward_gain > 2", 10, "the reward rises, and the held-out score falls",
-         "is the reward model exploited? Then raise --kl-coef, or stop earlier", "Language models"),
+         "is the reward model exploited? Then raise --kl-coef, or stop earlier", LANGUAGE),
     Rule("reference_kl > 30", 10, "the policy is far from the reference",
-         "is the reward exploited? Read completions; raise --kl-coef", "Language models"),
+         "is the reward exploited? Read completions; raise --kl-coef", LANGUAGE),
 ]  # fmt: skip
 
 
@@ -283,9 +284,9 @@ class RunLog:
 def find_runs(paths: tuple[str, ...]) -> list[Path]:
     """The folders with TensorBoard's files, at any depth below these paths or patterns."""
     folders: set[Path] = set()
-    for path in [Path(path) for text in paths for path in ([text] if Path(text).exists() else glob(text))]:
-        files = path.rglob("*tfevents*") if path.is_dir() else [path]
-        folders |= {file.parent for file in files if "tfevents" in file.name and file.exists()}
+    for text in paths:
+        for path in [text] if Path(text).exists() else glob(text):
+            folders |= {file.parent for file in Path(path).rglob("*tfevents*")}
     return sorted(folders)
 
 
@@ -329,7 +330,7 @@ def read_run(folder: Path, events: EventAccumulator) -> RunLog | None:
         run.finished |= is_enough and last.step == run.steps[-1]
     run.live = is_live(folder)
     if not run.finished and run.live is not False and time.time() - last_time < 60:
-        run.steps = run.steps[:-1]  # the last iteration may be half-written
+        run.steps = run.steps[: -1 if own else 0]  # the last iteration may be half-written
     if not len(run.steps):
         return None
     run.numbers |= {name: np.full(len(run.steps), value) for name, value in settings.items()}
@@ -413,12 +414,14 @@ def add_derived(run: RunLog) -> None:
         numbers["grad_excess"] = numbers["grad_norm"] / numbers["max_grad_norm"]
     if "kl" in numbers:
         numbers["largest_kl"] = np.fmax.accumulate(numbers["kl"])
+    if run.settings.get("surrogate") == "kl-penalty":
+        numbers.pop("clipfrac", None)  # nothing is clipped: it counts ratios that may be as they are
     if run.settings.get("scale_actions") == "False":
         numbers.pop("std", None)  # in units of the environment, which the rules do not know
     gaussian = numbers.keys() & {"std", "init_log_std"} or "continuous" in run.settings.get("exp_name", "")
     if "entropy" in numbers and not gaussian and not np.nanmin(numbers["entropy"]) < 0:
         largest = np.fmax.accumulate(numbers["entropy"])
-        numbers["entropy_share"] = numbers["entropy"] / np.maximum(largest, 1e-8)
+        numbers["entropy_share"] = numbers["entropy"] / np.maximum(largest, 0.1)
     if "gold" in numbers and not np.isnan(numbers["gold"]).all():
         evaluated = ~np.isnan(numbers["gold"])
         last = np.maximum(evaluated.cumsum() - 1, 0)  # index of the last evaluation
@@ -460,30 +463,30 @@ def add_returns(run: RunLog, entries: dict[str, list]) -> None:
 
     first_return, mean_returns = windowed(returns, 0, first_end), windowed(returns, starts, ends)
     mean_lengths = windowed(lengths, starts, ends)
-    if "return_std" in columns:
-        first_variance = windowed(squares, 0, first_end) - first_return**2
-        variances = windowed(squares, starts, ends) - mean_returns**2
-    else:  # of single entries, around their trend
-        first_variance = noise(returns[:first_end]) ** 2 * counts[:first_end].mean()
-        variances = first_variance
+    first_variance = windowed(squares, 0, first_end) - first_return**2
+    variances = windowed(squares, starts, ends) - mean_returns**2
+    if "return_std" not in columns:  # of single entries, around their trend
+        squares = counts * np.diff(returns, 2, prepend=returns[:1].repeat(2)) ** 2 / 6
+        first_variance, variances = windowed(squares, 0, first_end), windowed(squares, starts, ends)
     deviations = np.sqrt(np.maximum(first_variance + variances, 0) / 2)
     gain = (mean_returns - first_return) / (deviations + 1e-6 * abs(first_return) + 1e-8)
     gain[starts < first_end] = math.nan  # too early to tell
     lowest, highest = columns.get("return_min", returns), columns.get("return_max", returns)
     equal = np.minimum.accumulate(lowest) == np.maximum.accumulate(highest)
 
-    derived = {"return": mean_returns, "length": mean_lengths, "gain": gain}
-    derived["length_share"] = mean_lengths / windowed(lengths, 0, first_end)
+    derived = {"return": mean_returns, "gain": gain}
+    if "length" in columns:
+        derived["length"] = mean_lengths
+        derived["length_share"] = mean_lengths / windowed(lengths, 0, first_end)
     derived["equal_returns"] = (equal & (seen >= 100)).astype(float)
     derived["largest_gain"] = np.fmax.accumulate(gain)
-    derived["unit"] = np.maximum(mean_returns - first_return, 3 * deviations)
     derived["episodes"] = seen
     last_entry = np.searchsorted(steps, run.steps, side="right") - 1  # of each iteration
     for name, column in derived.items():
         unknown = 0 if name == "episodes" else math.nan
         run.numbers[name] = np.where(last_entry >= 0, column[last_entry], unknown)
-    unit = run.numbers.pop("unit")
     if "greedy_return" in run.numbers:
+        unit = np.maximum(mean_returns - first_return, 3 * deviations)[np.maximum(last_entry, 0)]
         gaps = (run.numbers["return"] - run.numbers["greedy_return"]) / np.maximum(unit, 1e-8)
         last = len(gaps) - 1 - int(np.argmin(np.isnan(gaps[::-1])))  # iteration of the last evaluation
         run.numbers["greedy_gap"] = np.where(np.arange(len(gaps)) < last, math.nan, gaps[last])
@@ -516,11 +519,6 @@ class Finding(NamedTuple):
     step: int  # at which it had applied for long enough
     iterations: int  # in which its comparisons were true
     value: float  # of the first number that it compares, in the last iteration
-
-    @property
-    def kind(self) -> str:
-        """Whether no sound run has it."""
-        return "WRONG" if self.rule in RULES else "QUESTION"
 
 
 def names_in(rule: Rule) -> list[str]:
@@ -560,12 +558,11 @@ def find_problems(run: RunLog) -> list[Finding]:
             continue
         if rule in QUESTIONS and not true[-max(5, len(true) // 8) :].any():
             continue
-        streak = 0
-        for step, is_true in zip(run.steps.tolist(), true.tolist(), strict=True):
-            streak = streak + 1 if is_true else 0
-            if streak == min(rule.iterations, most):
-                findings.append(Finding(rule, step, int(true.sum()), float(run.numbers[name][-1])))
-                break
+        needed = int(min(rule.iterations, most))
+        streaks = np.convolve(true, np.ones(needed), "valid") == needed
+        if needed <= len(true) and streaks.any():
+            last = int(streaks.argmax()) + needed - 1
+            findings.append(Finding(rule, int(run.steps[last]), int(true.sum()), run.numbers[name][-1]))
     return findings
 
 
@@ -576,7 +573,7 @@ def describe(finding: Finding) -> str:
     where = f"{rule.when}: in {count}, reported from step {step:,}, now {value:.3g}"
     if rule in UNSAFE or rule.when == "monitored < 1":  # of the whole run
         where = rule.when
-    lines = [f"{finding.kind}: {rule.problem} ({where})", rule.remedy]
+    lines = [f"{finding.rule.kind}: {rule.problem} ({where})", rule.remedy]
     return "\n    ".join([*lines, f"docs/metrics.md, {rule.section!r}, has more"])
 
 
@@ -594,7 +591,7 @@ def progress(run: RunLog) -> str:
 
 def verdict(metric: Metric, now: float, run: RunLog, findings: list[Finding]) -> str:
     """The last column of the table: what was found about a metric or, without that, whether it is healthy."""
-    kinds = [found.kind for found in findings if subject(names_in(found.rule)[0]) == metric.name]
+    kinds = [found.rule.kind for found in findings if subject(names_in(found.rule)[0]) == metric.name]
     if kinds:
         return min(kinds, key=["WRONG", "QUESTION"].index)
     if metric.name in ("return", "reward"):
@@ -608,14 +605,14 @@ def verdict(metric: Metric, now: float, run: RunLog, findings: list[Finding]) ->
         return "ok" if now < float(limit) else "high"
     if side == "above":
         is_small = metric.name == "explained_variance" and run.numbers.get("critic_error", [1])[-1] < 0.1
-        return "ok" if now > float(limit) else "but a small error" if is_small else "low"
+        return "ok" if now > float(limit) else "low, small error" if is_small else "low"
     return ""
 
 
 def report(run: RunLog) -> tuple[str, bool]:
     """A table of a run's metrics, then what was found; and whether something is wrong."""
     findings = find_problems(run)
-    wrong = [found for found in findings if found.kind == "WRONG"]
+    wrong = [found for found in findings if found.rule.kind == "WRONG"]
     lines = [progress(run), f"  {'':24}{'at first':>10}{'now':>11}   healthy"]
     for metric in METRICS:
         values = run.numbers.get(metric.name, np.zeros(0))
@@ -677,7 +674,7 @@ def check(paths: list[Path]) -> int:
         print(f"Something is wrong with {len(wrong)} of {len(paths)} runs", *wrong, sep="\n  ", flush=True)
     if wrong:
         return 1
-    return 2 if len(unread) == len(paths) or any("unreadable" in text for text in unread) else 0
+    return 2 if len(unread) == len(paths) or any(": unreadable, " in text for text in unread) else 0
 
 
 def print_news(run: RunLog, told: set[str]) -> bool:
@@ -689,7 +686,7 @@ def print_news(run: RunLog, told: set[str]) -> bool:
         if found.rule.when not in told:
             print(describe(found), flush=True)
             told.add(found.rule.when)
-    return any(found.kind == "WRONG" for found in findings)
+    return any(found.rule.kind == "WRONG" for found in findings)
 
 
 def watch(args: Check) -> int:
@@ -715,7 +712,7 @@ def watch(args: Check) -> int:
         sizes[folder] = len(run.steps)
         if run.finished or run.live is False or time.time() - run.last_time > 60 * args.patience:
             ended.add(folder)
-            if is_first:
+            if is_first and run.last_time < start:
                 ended_before.add(folder)
                 return False
         return len(run.steps) > size and print_news(run, told.setdefault(folder, set()))
@@ -884,8 +881,7 @@ def rows_of_environments(args: Any) -> list[Row]:
         "observations": has("norm_obs", "clip_rewards" not in asdict(args)),
         "rewards": has("norm_rewards", "clip_rewards" not in asdict(args)),
     }
-    names = [name for name, is_so in normalised.items() if is_so] or ["nothing"]
-    text = ", ".join(names)
+    text = ", ".join(name for name, is_so in normalised.items() if is_so) or "nothing"
     if not normalised["advantages"] and steps > 1:
         text += "; not advantages: see the note"
     if has("clip_rewards"):
@@ -976,7 +972,7 @@ def plan(args: Plan, flags: list[str]) -> int:
         print(f"{'recipe':15}docs/recipes.md, {choice.recipe!r}, changes the script for this environment")
     for label, value, usual in (rows_of_language_models if language else rows_of_environments)(settings):
         print(f"{label:15}{value:56} {f'usual: {usual}' if usual else ''}".rstrip())
-    if not language and not getattr(settings, "norm_adv", True) and settings.update_epochs > 1:
+    if not language and not getattr(settings, "norm_adv", True) and numbers_of(asdict(settings))["steps"] > 1:
         print("note: scaled rewards take the place of normalised advantages, as was measured for this script")
     if iterations(settings) < 30:
         print("note: so few iterations are hardly enough: collect less in each, or train for more steps")
@@ -992,8 +988,7 @@ def plan(args: Plan, flags: list[str]) -> int:
         for rule in RULES + QUESTIONS:
             is_of_language = rule.section == "Language models"
             if is_of_language == language or rule.section == "The update":
-                kind = "WRONG" if rule in RULES else "QUESTION"
-                print(f"  {kind}: {rule.problem}: {rule.when} ({rule.iterations})\n      {rule.remedy}")
+                print(f"  {rule.kind}: {rule.problem}: {rule.when} ({rule.iterations})\n      {rule.remedy}")
     return 0
 
 

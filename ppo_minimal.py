@@ -138,8 +138,8 @@ def train(args: Args) -> Agent:
     agent = Agent(obs_size, num_actions)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5)  # eps: not in [PPO]
     writer = SummaryWriter(f"runs/{args.env_id}__ppo_minimal__{args.seed}__{time.time():.0f}")
-    rows = "\n".join(f"|{name}|{value}|" for name, value in vars(args).items())
-    writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}")
+    table = "\n".join(f"|{name}|{value}|" for name, value in vars(args).items())
+    writer.add_text("settings", f"|setting|value|\n|-|-|\n{table}")
 
     shape = args.num_steps, args.num_envs  # [T, N]
     obs = torch.zeros(*shape, obs_size)  # s_t

@@ -71,27 +71,8 @@ class NoisyReward(gym.RewardWrapper):
         return float(reward) + 3 * float(self.np_random.standard_normal())
 
 
-class Endless(gym.Env):
-    """A point on a line that is to be kept near 0. No episode ever ends."""
-
-    observation_space = gym.spaces.Box(-10, 10, (1,))
-    action_space = gym.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        """Begin anywhere."""
-        super().reset(seed=seed)
-        self.place = self.np_random.uniform(-10, 10)
-        return np.float32([self.place]), {}
-
-    def step(self, action):
-        """Move by 0.5, and somewhat at random."""
-        self.place = np.clip(self.place + action - 0.5 + self.np_random.normal(0, 0.1), -10, 10)
-        return np.float32([self.place]), -abs(float(self.place)), False, False, {}
-
-
 gym.register("BlindCartPole-v0", lambda: blind("CartPole-v1"))
 gym.register("BlindPendulum-v0", lambda: blind("Pendulum-v1"))
 gym.register("Bandit-v0", Bandit)
 gym.register("Curriculum-v0", Curriculum)
 gym.register("NoisyReward-v0", NoisyReward)
-gym.register("Endless-v0", Endless)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -80,7 +81,9 @@ BUGS: dict[str, Bug] = {
         | of(FAMILY, RATIO, ITSELF)
         | of(LANGUAGE, "(log_probs - batch.log_probs)", "(log_probs - log_probs.detach())")
     ),
-    "the loss is of shape [B, B]": (of(("ppo_minimal", *FAMILY), OBJECTIVE, TABLE)),
+    "the loss is of shape [B, B]": (
+        of(("ppo_minimal", *FAMILY), OBJECTIVE, TABLE) | of(("ppo_lstm",), OBJECTIVE, TABLE_OF_ALL)
+    ),
     "advantages are computed forwards": (
         of(("ppo_minimal", *FAMILY), "for t in reversed(range(len(deltas))):", "for t in range(len(deltas)):")
         | of(("ppo_rlhf",), "in reversed(range(deltas.shape[1])):", "in range(deltas.shape[1]):")
@@ -282,6 +285,7 @@ def text_of(case: Case) -> str:
 
 def do(case: Case) -> None:
     """Train in the case's folder. The file `log` there is complete when the file `done` is there."""
+    shutil.rmtree(case.folder, ignore_errors=True)
     case.folder.mkdir(parents=True, exist_ok=True)
     file = case.folder / f"{case.script}.py"
     file.write_text(text_of(case), encoding="utf-8")
@@ -326,7 +330,7 @@ def judge(case: Case) -> list[dict[str, Any]]:
         rows.append(about | {"verdict": "STOPPED", "found": len(run.steps)})
     for finding in coach.find_problems(run):
         found = int(np.searchsorted(run.steps, finding.step)) + 1
-        names = {"verdict": finding.kind, "found": found, "rule": finding.rule.when}
+        names = {"verdict": finding.rule.kind, "found": found, "rule": finding.rule.when}
         rows.append(about | names | {"problem": finding.rule.problem})
     return rows or [about | {"verdict": "", "found": 0}]
 

@@ -144,3 +144,31 @@ def test_each_stored_run_of_a_language_model_is_of_a_study_with_its_flags_and_cu
         assert run.seed in study.seeds
         points = curves[(curves.study == run.study) & (curves.seed == run.seed)]
         assert points.episodes.tolist() == list(range(0, run.episodes + 1, language.SPACING))
+
+
+def test_planted_bugs_fit_the_scripts_and_flags_of_all_runs_are_theirs(report):
+    """What a bug replaces is in its script once, and a bug changes the text or the flags."""
+    verdicts = report.verdicts
+    cases = verdicts.cases()
+    assert len({case.folder for case in cases}) == len(cases)
+    for case in cases:
+        text = verdicts.text_of(case)
+        compile(text, case.script, "exec")
+        assert bool(case.changes) == (text != (ROOT / f"{case.script}.py").read_text())
+        if case.bug and not case.changes:
+            assert case.flags != verdicts.TASKS[case.script]
+        script = importlib.import_module(case.script)
+        tyro.cli(script.Args, args=[*case.flags.split(), "--seed", str(case.seed)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", ["", "the ratio is always 1"])
+def test_a_run_is_done_and_judged(bug, report, tmp_path, monkeypatch):
+    verdicts = report.verdicts
+    monkeypatch.setattr(verdicts, "RUNS", tmp_path)
+    changes = (verdicts.BUGS[bug]["ppo_minimal"],) if bug else ()
+    case = verdicts.Case("ppo_minimal", "--total-timesteps 10240", 1, bug, changes)
+    verdicts.do(case)
+    rows = verdicts.judge(case)
+    assert {row["iterations"] for row in rows} == {10}
+    assert ("WRONG" in {row["verdict"] for row in rows}) == bool(bug)

@@ -200,7 +200,7 @@ def test_runs_of_cleanrl_are_read(rises, tmp_path):
 def test_a_run_that_does_not_log_the_clip_fraction_or_the_kl_divergence_is_wrong(tmp_path):
     kl = {name for name in HEALTHY if "kl" in name or "clip" in name}
     for i, left_out in enumerate(({"losses/clipfrac"}, kl, {*HEALTHY, "losses/entropy"})):
-        Writer(tmp_path / str(i)).write(30, left_out=left_out)
+        Writer(tmp_path / str(i), total_timesteps=30_000).write(30, left_out=left_out)
         status, out, _ = call("check", tmp_path / str(i))
         assert status == 1
         assert "WRONG: the KL divergence or the clip fraction is not logged" in out
@@ -213,7 +213,7 @@ def test_a_nan_is_reported_from_its_first_step(tag, tmp_path):
     writer.write(3)
     writer.writer.add_scalar(tag, np.nan, 8000)
     writer.write(1)
-    (step,) = [step for problem, step in findings(tmp_path).items() if "NaN" in problem]
+    (step,) = [step for problem, step in findings(tmp_path).items() if "finite" in problem]
     assert step == 5000
 
 
@@ -262,7 +262,7 @@ WORDS = [  # the row, metrics, and the last column
     ("clip fraction", {"clipfrac": 0.6}, "below 0.4 high"),
     ("explained variance", {}, "above 0 ok"),
     ("explained variance", {"explained_variance": -10.1}, "above 0 low"),
-    ("explained variance", {"explained_variance": -10.1, "critic_error": 0.01}, "above 0 but a small error"),
+    ("explained variance", {"explained_variance": -10.1, "critic_error": 0.01}, "above 0 low, small error"),
     ("return", {}, "rises rose"),
     ("return", {"mean": 21.5}, "rises within noise"),  # 20 at first, with a deviation of 5
     ("return", {"mean": 10.0}, "rises QUESTION"),
@@ -674,7 +674,7 @@ BROKEN = [  # flags on CartPole, and the first problem
     pytest.param("", None, marks=pytest.mark.slow),
     pytest.param(
         "--learning-rate 1",
-        "WRONG: an update was far too large, and the return has never risen",
+        "WRONG: an update was far too large, and the return did not rise after it",
         marks=pytest.mark.slow,
     ),
     pytest.param(
