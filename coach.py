@@ -87,10 +87,7 @@ METRICS = [
 SHOWN = "return", "reward", "kl", "token_kl"  # with --watch
 # Prefixes of metrics that are not logged in every iteration, and metrics that must be finite.
 NOT_IN_EACH = "return", "greedy", "length", "gold"
-FINITE = {
-    "return", "reward", "kl", "token_kl", "entropy", "token_entropy", "policy_loss", "value_loss",
-    "grad_norm", "language_grad_norm",
-}  # fmt: skip
+FINITE = {"reward", "kl", "token_kl", "entropy", "token_entropy", "policy_loss", "value_loss"}
 # Settings that the rules compare, or that their numbers are made of.
 SETTINGS = {
     "update_epochs", "num_minibatches", "clip_coef", "gamma", "norm_adv", "norm_rewards", "min_log_std",
@@ -145,7 +142,7 @@ RULES = [
     Rule("monitored < 1", 1, "the KL divergence or the clip fraction is not logged",
          "log both, as losses/approx_kl and losses/clipfrac: they show how far an update moves the policy",
          UPDATE),
-    Rule("finite < 1", 1, "a loss, a gradient, the KL divergence, the entropy or a return is not finite",
+    Rule("finite < 1", 1, "a loss, the KL divergence, the entropy or a reward is not finite",
          "look for NaN in rewards and observations; lower --learning-rate", UPDATE),
     Rule("first_kl > 1e-4", 2, "acting and learning do not compute the same policy",
          "before the first gradient step, the KL divergence must be 0, up to rounding: look for dropout, "
@@ -154,42 +151,43 @@ RULES = [
          "compare those of one response: temperature, padding, cache, dtype", LANGUAGE),
     Rule("clipfrac = 0 and kl > 0.02 and steps > 1", 3, "no sample is ever clipped, though the policy moves",
          "the ratio is always 1: are the old log-probabilities those of the policy that acted?", UPDATE),
-    Rule("approx_kl = 0 and clipfrac = 0 and steps > 1 and not entropy_share < 0.1", 5,
+    Rule("approx_kl = 0 and clipfrac = 0 and steps > 1 and not entropy_share < 0.1", 20,
          "the approximate KL divergence is exactly 0",
          "the ratio is always 1, or no step is taken: are the old log-probabilities those of the policy that "
          "acted, and do the weights change?", UPDATE),
-    Rule("largest_kl > 0.3 and largest_gain < 0.5", 20,
-         "an update was far too large, and the return did not rise after it",
+    Rule("largest_kl > 0.3 and largest_gain < 0.5 and entropy_share < 0.05", 8,
+         "an update was far too large, and the policy collapsed",
+         "start again with a lower --learning-rate; if it is 1e-3 or less, check the sign of the policy loss",
+         UPDATE),
+    Rule("largest_kl > 0.3 and largest_gain < 0.5 and gain < -0.5", 8,
+         "an update was far too large, and the return fell",
          "start again with a lower --learning-rate; if it is 1e-3 or less, check the sign of the policy loss",
          UPDATE),
     Rule("kl > 0.1", 8, "updates are much too large",
          "lower --learning-rate (if it adapts to the KL: --desired-kl), or --update-epochs", UPDATE),
-    Rule("kl > 0.05", 20, "updates are too large",
+    Rule("kl > 0.05", 8, "updates are too large",
          "lower --learning-rate (if it adapts to the KL: --desired-kl), or --update-epochs", UPDATE),
     Rule("clipfrac > 0.8", 5, "nearly all samples are clipped",
          "clipped samples have no gradient, so that nothing holds the policy: lower --learning-rate, or "
          "--update-epochs", UPDATE),
     Rule("clipfrac > 0.4", 20, "many samples are clipped for long, and the policy drifts",
          "lower --learning-rate, or --update-epochs", UPDATE),
-    Rule("token_kl = 0 and clipfrac = 0 and steps > 1 and not equal_groups > 0.99", 5,
+    Rule("token_kl = 0 and clipfrac = 0 and steps > 1 and not equal_groups > 0.99", 20,
          "the KL divergence per token is exactly 0",
          "the ratio is always 1, or no step is taken: are the old log-probabilities those of the policy that "
          "acted, and do the weights change?", LANGUAGE),
     Rule("token_kl > 1", 1, "an update of the language model was extremely large",
          "start again with a lower --learning-rate", LANGUAGE),
-    Rule("reward_clipfrac > 0.5", 10, "most scaled rewards are clipped",
+    Rule("reward_clipfrac > 0.5", 8, "most scaled rewards are clipped",
          "the learner sees no difference between them: subtract their mean, or use --no-norm-rewards", DATA),
-    Rule("episodes < 1 and progress > 0.999", 1, "no episode has ended",
-         "nothing tells whether the run has learnt: give the environment a time limit (max_episode_steps)",
-         RETURN),
 ]  # fmt: skip
 # What may be right for the task. It is asked while it is so: in one of the last iterations.
 QUESTIONS = [
     Rule("largest_kl > 1", 1, "an update was extremely large",
          "did the return recover? If not, lower --learning-rate", UPDATE),
-    Rule("episodes < 1 and progress > 0.1", 10, "no episode has ended yet",
-         "are episodes so long? If they never end, give the environment a time limit (max_episode_steps)",
-         RETURN),
+    Rule("episodes < 1 and progress > 0.1", 10, "no episode has ended, or none is logged",
+         "are episodes so long? If they never end, nothing tells whether the run learns: give the "
+         "environment a time limit (max_episode_steps). Log returns as charts/episodic_return", RETURN),
     Rule("equal_returns > 0", 20, "all returns have been the same",
          "are rewards rare, or is the task solved? If neither, print the rewards of a few episodes", RETURN),
     Rule("gain < -0.5", 10, "the return is lower than at first",
@@ -284,9 +282,9 @@ class RunLog:
 def find_runs(paths: tuple[str, ...]) -> list[Path]:
     """The folders with TensorBoard's files, at any depth below these paths or patterns."""
     folders: set[Path] = set()
-    for text in paths:
-        for path in [text] if Path(text).exists() else glob(text):
-            folders |= {file.parent for file in Path(path).rglob("*tfevents*")}
+    for path in [Path(path) for text in paths for path in ([text] if Path(text).exists() else glob(text))]:
+        files = path.rglob("*tfevents*") if path.is_dir() else [path]
+        folders |= {file.parent for file in files if "tfevents" in file.name and file.is_file()}
     return sorted(folders)
 
 
@@ -314,6 +312,8 @@ def read_run(folder: Path, events: EventAccumulator) -> RunLog | None:
     # Returns are no iterations, as CleanRL logs each episode's; nor are evaluations.
     own = [name for name in entries if not name.startswith(NOT_IN_EACH)]
     steps = {event.step for name in own or entries for event in entries[name]}
+    if logged and not steps:
+        raise ValueError(f"none of its tags is known: {', '.join(logged[:5])}")
     if not steps:
         return None
     last_time = max(column[-1].wall_time for column in entries.values())
@@ -342,13 +342,13 @@ def read_run(folder: Path, events: EventAccumulator) -> RunLog | None:
     first_nan = min((e.step for e in must_be_finite if not math.isfinite(e.value)), default=math.inf)
     run.numbers["finite"] = (run.steps < first_nan).astype(float)
     monitored = ("kl" in entries or "token_kl" in entries) and "clipfrac" in entries
-    run.numbers["monitored"] = np.full(len(run.steps), float(monitored))
+    run.numbers["monitored"] = np.where(run.steps == run.steps[0], 1.0, monitored)  # it may be half-written
     run.numbers["progress"] = (run.steps + batch) / run.total
     add_derived(run)
     if not language:
         run.numbers["episodes"] = np.zeros(len(run.steps))
     if "return" in entries:
-        add_returns(run, entries)
+        add_returns(run, entries, is_each=not {event.step for event in entries["return"]} <= steps)
     if "reward" in entries:
         add_rewards(run)
     return run
@@ -430,18 +430,22 @@ def add_derived(run: RunLog) -> None:
         numbers["gold_drop"] = (best - gold) / (best - gold[0] + 1e-8)
 
 
-def add_returns(run: RunLog, entries: dict[str, list]) -> None:
+def add_returns(run: RunLog, entries: dict[str, list], is_each: bool) -> None:
     """Add what is derived from returns and lengths, which both become means of the last 100 episodes.
 
-    There are E entries, each the mean of the episodes that ended in an iteration or, by CleanRL, an episode.
+    There are E entries, each the mean of the episodes that ended in an iteration, or each an episode. A return that is not finite is left out: it is the mean of no episode, or the losses are not finite, too.
     """
     names = [name for name in entries if name.startswith(("return", "length"))]
     size = min(len(entries[name]) for name in names)  # the last entry may be half-written
-    columns = {name: np.array([event.value for event in entries[name][:size]]) for name in names}
-    returns, lengths = columns["return"], columns.get("length", np.ones(size))
-    steps = np.array([event.step for event in entries["return"][:size]])
-    gaps = np.diff(steps, prepend=0)
-    counts = np.maximum(gaps / lengths, 1)  # [E], how many episodes an entry stands for, about
+    finite = np.isfinite([event.value for event in entries["return"][:size]])
+    if not finite.any():
+        return
+    columns = {name: np.array([event.value for event in entries[name][:size]])[finite] for name in names}
+    steps = np.array([event.step for event in entries["return"][:size]])[finite]
+    returns, lengths = columns["return"], columns.get("length", np.ones(len(steps)))
+    counts = np.maximum(np.diff(steps, prepend=0) / lengths, 1)  # [E], episodes of an entry, about
+    if is_each:
+        counts = np.ones(len(steps))
     seen = counts.cumsum()  # [E], episodes so far
     min_entries = 1 if "return_std" in columns else 5  # in a mean
     squares = returns**2 + columns.get("return_std", np.zeros(len(returns))) ** 2
@@ -545,7 +549,8 @@ def compare(when: str, numbers: dict[str, Any]) -> np.ndarray:
 def find_problems(run: RunLog) -> list[Finding]:
     """What the rules find, in their order. Of several limits of a number, the first stands for the others.
 
-    If a quarter of a run has fewer iterations than a rule needs, these will do, but not less than 8.
+    If a quarter of a run has fewer iterations than a question needs, these will do, but not less than 8. A
+    --resume may ask for more steps, so what is WRONG does not depend on that.
     """
     gap = np.diff(run.steps).mean() if len(run.steps) > 1 else math.nan
     quarter = run.total / gap // 4
@@ -558,7 +563,7 @@ def find_problems(run: RunLog) -> list[Finding]:
             continue
         if rule in QUESTIONS and not true[-max(5, len(true) // 8) :].any():
             continue
-        needed = int(min(rule.iterations, most))
+        needed = rule.iterations if rule in RULES else int(min(rule.iterations, most))
         streaks = np.convolve(true, np.ones(needed), "valid") == needed
         if needed <= len(true) and streaks.any():
             last = int(streaks.argmax()) + needed - 1
@@ -652,13 +657,17 @@ class Check:
 def read_safely(folder: Path, events: EventAccumulator) -> RunLog | str:
     """What a run has logged or, where that cannot be read, why: a broken run must not hide the others."""
     try:
-        return read_run(folder, events) or f"{folder}: no complete iteration is logged yet"
+        with np.errstate(all="ignore"):  # what cannot be computed is NaN, and no rule applies to it
+            run = read_run(folder, events)
+        return run or f"{folder}: no complete iteration is logged yet"
     except Exception as error:  # of TensorBoard, or of numbers that no script here logs
         return f"{folder}: unreadable, {type(error).__name__}: {error}"
 
 
 def check(paths: list[Path]) -> int:
     """Print a report on each run. Returns the exit status."""
+    if not paths:
+        print("coach.py: there are no TensorBoard files", file=sys.stderr)
     wrong, unread = [], []
     for folder in paths:
         run = read_safely(folder, open_events(folder))
@@ -707,6 +716,8 @@ def watch(args: Check) -> int:
             readers[folder] = open_events(folder)
         run = read_safely(folder, readers[folder])
         if isinstance(run, str):
+            if ": unreadable, " in run or not folder.exists() or is_live(folder) is False:
+                ended.add(folder)
             return False
         is_first, size = folder not in sizes, sizes.get(folder, 0)
         sizes[folder] = len(run.steps)
@@ -728,7 +739,7 @@ def watch(args: Check) -> int:
             all_ended = ended and ended == readers.keys()
             if all_ended and (ended != ended_before or time.time() - start > args.wait):
                 break
-            if time.time() - last_news > 60 * args.patience:
+            if time.time() - last_news > (60 * args.patience if readers else args.wait):
                 break
             time.sleep(max(args.every, 0.0))
     folders = find_runs(args.runs)
@@ -763,8 +774,10 @@ class Choice(NamedTuple):
     recipe: str = ""  # the section of docs/recipes.md by which the script must be changed, if it must
 
 
-# What names of environments say of a memory: without one, they cannot be solved, or not well.
-MEMORY = "memor|partial|pomdp|position_?only|no_?vel|hidden|mask|recall|repeat|cue|t_?maze|without_velocit"
+# Words in names of environments of which one observation does not tell enough.
+MEMORY = (
+    r"memory|memories|partial\w*|pomdp|position_only|no_vel\w*|without_vel\w*|hidden|masked|recall|cue|t_maze"
+)
 
 
 def choose(plan: Plan, names: set[str]) -> Choice:
@@ -777,7 +790,7 @@ def choose(plan: Plan, names: set[str]) -> Choice:
         return Choice("grpo", "a function rewards the responses of a language model (or --script ppo_rlhf)")
     if not plan.env_id:
         raise ValueError("name an environment (--env-id), a --script, or a language model (--model)")
-    if re.search("^ALE/|NoFrameskip", plan.env_id):
+    if re.search("(^|:)ALE/|NoFrameskip", plan.env_id):
         return Choice("ppo_atari", "it is an Atari game")
     if plan.env_id == "Pendulum" or is_on_gpu(plan.env_id):
         return Choice("ppo_gpu", "its environments step as tensors")
@@ -798,7 +811,8 @@ def choose(plan: Plan, names: set[str]) -> Choice:
         return Choice(script, reason, "An image and a vector")
     if script == "ppo" and names & {"--cell", "--num-layers"}:
         return Choice("ppo_lstm", f"{reason}, and a flag of its memory")
-    if script == "ppo" and (hint := re.search(MEMORY, plan.env_id, re.I)):
+    words = re.sub("(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", plan.env_id).lower()
+    if script == "ppo" and (hint := re.search(rf"(?<![a-z])({MEMORY})(?![a-z])", words)):
         return Choice("ppo_lstm", f"{reason}, and {hint[0]!r} hints at a memory (else --script ppo)")
     return Choice(script, reason, "Small images" if len(shape) == 3 else "")
 
@@ -818,7 +832,8 @@ def is_on_gpu(env_id: str) -> bool:
     """Whether this is a class or function of a module, or of MuJoCo Playground: not one of Gymnasium's."""
     module, _, name = env_id.rpartition(":")
     if module:
-        return callable(getattr(importlib.import_module(module), name, None))
+        found = getattr(importlib.import_module(module), name, None)
+        return callable(found) and not hasattr(found, "action_space")  # an environment of Gymnasium has one
     if re.search(r"-v\d+$", env_id) or not find_spec("mujoco_playground"):
         return False
     with contextlib.redirect_stdout(None):  # what its simulators print when they are imported
@@ -841,16 +856,15 @@ def refusals(script: ModuleType, args: Any, by_script: bool) -> list[str]:
     """Why these settings are refused: because they are unsafe, or by the script itself."""
     numbers = numbers_of(asdict(args))
     reasons = [f"{rule.problem}: {rule.remedy}" for rule in UNSAFE if compare(rule.when, numbers).all()]
-    if by_script:
-        try:
-            if hasattr(script, "check"):
-                script.check(args)
-            else:
-                script.check_settings(args)
-                if hasattr(script, "make_eval_env"):
-                    script.make_eval_env(args).close()
-        except Exception as error:  # of the script's checks, or of the environment
-            reasons.append(str(error) or type(error).__name__)
+    try:
+        if hasattr(script, "check"):
+            script.check(args)
+        else:
+            script.check_settings(args)
+            if by_script and hasattr(script, "make_eval_env"):
+                script.make_eval_env(args).close()
+    except Exception as error:  # of the script's checks, or of the environment
+        reasons.append(str(error) or type(error).__name__)
     return reasons
 
 
@@ -977,12 +991,14 @@ def plan(args: Plan, flags: list[str]) -> int:
     if iterations(settings) < 30:
         print("note: so few iterations are hardly enough: collect less in each, or train for more steps")
     coach = Path(sys.argv[0])  # the scripts are beside it
-    file = "<the recipe's file>" if choice.recipe else coach.with_name(f"{choice.script}.py")
+    file = (
+        "<the recipe's file>" if choice.recipe else shlex.quote(str(coach.with_name(f"{choice.script}.py")))
+    )
     print(f"run:   python {file} {shlex.join(flags)}".rstrip())
     task_name = Path(settings.model or "built-in").name if language else settings.env_id
     experiment = settings.exp_name if "--exp-name" in names else choice.script
     folder = re.sub(r"[^\w.-]+", "_", f"{task_name}__{experiment}__{settings.seed}")
-    print(f'check: python {coach} check "runs/{folder}__*" --watch')
+    print(f'check: python {shlex.quote(str(coach))} check "runs/{folder}__*" --watch')
     if args.rules:
         print("\n`check` compares, in (n) iterations in a row (docs/metrics.md explains the names):")
         for rule in RULES + QUESTIONS:
@@ -1009,7 +1025,7 @@ def main() -> None:
             options = tyro.cli(Check, args=words, prog="coach.py check")
             for path in options.runs:
                 if not options.watch and not find_runs((path,)):
-                    raise ValueError(f"no TensorBoard files in {path}")
+                    print(f"coach.py: no TensorBoard files in {path}", file=sys.stderr)
             status = watch(options) if options.watch else check(find_runs(options.runs))
     except (ValueError, OSError, ImportError) as error:
         print(f"coach.py: {error}", file=sys.stderr)
