@@ -151,7 +151,7 @@ RULES = [
          "compare those of one response: temperature, padding, cache, dtype", LANGUAGE),
     Rule("clipfrac = 0 and kl > 0.02 and steps > 1", 3, "no sample is ever clipped, though the policy moves",
          "the ratio is always 1: are the old log-probabilities those of the policy that acted?", UPDATE),
-    Rule("approx_kl = 0 and clipfrac = 0 and steps > 1 and not entropy_share < 0.1", 20,
+    Rule("approx_kl = 0 and clipfrac = 0 and steps > 1 and progress > 0.2 and not entropy_share < 0.1", 5,
          "the approximate KL divergence is exactly 0",
          "the ratio is always 1, or no step is taken: are the old log-probabilities those of the policy that "
          "acted, and do the weights change?", UPDATE),
@@ -172,7 +172,7 @@ RULES = [
          "--update-epochs", UPDATE),
     Rule("clipfrac > 0.4", 20, "many samples are clipped for long, and the policy drifts",
          "lower --learning-rate, or --update-epochs", UPDATE),
-    Rule("token_kl = 0 and clipfrac = 0 and steps > 1 and not equal_groups > 0.99", 20,
+    Rule("token_kl = 0 and clipfrac = 0 and steps > 1 and progress > 0.2 and not equal_groups > 0.99", 5,
          "the KL divergence per token is exactly 0",
          "the ratio is always 1, or no step is taken: are the old log-probabilities those of the policy that "
          "acted, and do the weights change?", LANGUAGE),
@@ -238,6 +238,9 @@ QUESTIONS = [
          "were there too few steps? results/README.md has returns to compare with", RETURN),
     Rule("gamma < 0.5 and length > 2", 1, "the discount factor is below 0.5",
          "do only the next rewards count? The horizon is 1 / (1 - γ) steps; 0.9 to 0.999 is usual", RETURN),
+    Rule("sampling_difference > 0.003", 5, "sampling and learning differ somewhat",
+         "is it the rounding of bfloat16, or another program that samples? If not, compare the "
+         "log-probabilities of one response: temperature, padding, cache", LANGUAGE),
     Rule("equal_rewards > 0", 10, "all responses have had the same reward",
          "are rewards rare? If not, print those of a few responses", LANGUAGE),
     Rule("reward_gain < -2", 10, "the reward is lower than at first",
@@ -433,7 +436,8 @@ def add_derived(run: RunLog) -> None:
 def add_returns(run: RunLog, entries: dict[str, list], is_each: bool) -> None:
     """Add what is derived from returns and lengths, which both become means of the last 100 episodes.
 
-    There are E entries, each the mean of the episodes that ended in an iteration, or each an episode. A return that is not finite is left out: it is the mean of no episode, or the losses are not finite, too.
+    There are E entries, each the mean of the episodes that ended in an iteration or (`is_each`) an episode.
+    One that is not finite is left out: it is the mean of no episode, or the losses are not finite, too.
     """
     names = [name for name in entries if name.startswith(("return", "length"))]
     size = min(len(entries[name]) for name in names)  # the last entry may be half-written
@@ -549,8 +553,7 @@ def compare(when: str, numbers: dict[str, Any]) -> np.ndarray:
 def find_problems(run: RunLog) -> list[Finding]:
     """What the rules find, in their order. Of several limits of a number, the first stands for the others.
 
-    If a quarter of a run has fewer iterations than a question needs, these will do, but not less than 8. A
-    --resume may ask for more steps, so what is WRONG does not depend on that.
+    If a quarter of a run has fewer iterations than a question needs, these will do, but not less than 8.
     """
     gap = np.diff(run.steps).mean() if len(run.steps) > 1 else math.nan
     quarter = run.total / gap // 4
