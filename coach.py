@@ -526,7 +526,7 @@ class Finding(NamedTuple):
     rule: Rule
     step: int  # at which it had applied for long enough
     iterations: int  # in which its comparisons were true
-    value: float  # of the first number that it compares, in the last iteration
+    value: float  # of the first number that it compares, now
 
 
 def names_in(rule: Rule) -> list[str]:
@@ -550,6 +550,11 @@ def compare(when: str, numbers: dict[str, Any]) -> np.ndarray:
     return result
 
 
+def now(values: np.ndarray) -> float:
+    """The mean of a number in the last five iterations in which it was known."""
+    return float(values[~np.isnan(values)][-5:].mean())
+
+
 def find_problems(run: RunLog) -> list[Finding]:
     """What the rules find, in their order. Of several limits of a number, the first stands for the others.
 
@@ -570,7 +575,7 @@ def find_problems(run: RunLog) -> list[Finding]:
         streaks = np.convolve(true, np.ones(needed), "valid") == needed
         if needed <= len(true) and streaks.any():
             last = int(streaks.argmax()) + needed - 1
-            findings.append(Finding(rule, int(run.steps[last]), int(true.sum()), run.numbers[name][-1]))
+            findings.append(Finding(rule, int(run.steps[last]), int(true.sum()), now(run.numbers[name])))
     return findings
 
 
@@ -597,7 +602,7 @@ def progress(run: RunLog) -> str:
     return f"{run.folder}: {run.steps[-1]:,}{total} steps, {len(run.steps):,} iterations{state}"
 
 
-def verdict(metric: Metric, now: float, run: RunLog, findings: list[Finding]) -> str:
+def verdict(metric: Metric, value: float, run: RunLog, findings: list[Finding]) -> str:
     """The last column of the table: what was found about a metric or, without that, whether it is healthy."""
     kinds = [found.rule.kind for found in findings if subject(names_in(found.rule)[0]) == metric.name]
     if kinds:
@@ -610,10 +615,10 @@ def verdict(metric: Metric, now: float, run: RunLog, findings: list[Finding]) ->
         return "rose" if rise > noise_level else "fell" if rise < -noise_level else "within noise"
     side, _, limit = metric.healthy.partition(" ")
     if side == "below":
-        return "ok" if now < float(limit) else "high"
+        return "ok" if value < float(limit) else "high"
     if side == "above":
         is_small = metric.name == "explained_variance" and run.numbers.get("critic_error", [1])[-1] < 0.1
-        return "ok" if now > float(limit) else "low, small error" if is_small else "low"
+        return "ok" if value > float(limit) else "low, small error" if is_small else "low"
     return ""
 
 
@@ -621,14 +626,15 @@ def report(run: RunLog) -> tuple[str, bool]:
     """A table of a run's metrics, then what was found; and whether something is wrong."""
     findings = find_problems(run)
     wrong = [found for found in findings if found.rule.kind == "WRONG"]
-    lines = [progress(run), f"  {'':24}{'at first':>10}{'now':>11}   healthy"]
+    lines = [progress(run), f"  {'':24}{'at first':>10}{'median':>11}{'now':>11}   healthy"]
     for metric in METRICS:
         values = run.numbers.get(metric.name, np.zeros(0))
         values = values[~np.isnan(values)]
         if metric.label and len(values):
-            first, now = values[:5].mean(), values[-5:].mean()
-            row = f"  {metric.label:24}{first:>10.4g} {now:>10.4g}   {metric.healthy:22}"
-            lines.append(f"{row} {verdict(metric, now, run, findings)}".rstrip())
+            numbers = values[:5].mean(), np.median(values), now(values)
+            row = f"  {metric.label:24}" + " ".join(f"{number:>10.4g}" for number in numbers)
+            word = verdict(metric, now(values), run, findings)
+            lines.append(f"{row}   {metric.healthy:16} {word}".rstrip())
     lines += [describe(found) for found in findings]
     if len(wrong) > 1:
         lines.append("Begin with the first one: it may be the cause of the others.")

@@ -443,41 +443,59 @@ def found_table() -> Iterator[Row]:
 
     All that is WRONG, and of the questions the one that was known first.
     """
-    rows = pd.read_csv(VERDICTS).query("bug == bug")
-    runs = [script for script in verdicts.TASKS if script in set(rows.script)]
+    rows = pd.read_csv(VERDICTS).query("bug == bug and not held_out")
     for bug in verdicts.BUGS:
-        cells: dict[tuple[str, str], Row] = {}
+        cells: dict[tuple[bool, str], Row] = {}
         for script, found in rows[rows.bug == bug].groupby("script"):
             asked = found[found.verdict == "QUESTION"].sort_values("found").head(1)
-            for row in pd.concat([found[found.verdict.isin(["WRONG", "STOPPED"])], asked]).itertuples():
-                problem = "the script stops with an error" if row.verdict == "STOPPED" else row.problem
-                mark = f"{row.found}" if row.verdict == "QUESTION" else f"**{row.found}**"
-                cells.setdefault((row.verdict == "QUESTION", problem), {})[script] = mark
+            for row in pd.concat([found[found.verdict == "WRONG"], asked]).itertuples():
+                is_question = row.verdict == "QUESTION"
+                mark = f"{row.found}" if is_question else f"**{row.found}**"
+                cells.setdefault((is_question, row.problem), {})[script] = mark
             if found.verdict.isna().all():
-                cells.setdefault((True, "nothing"), {})[script] = "0"
-        for i, (_, problem) in enumerate(sorted(cells)):
-            has = cells[sorted(cells)[i]]
+                cells.setdefault((True, "nothing"), {})[script] = "-"
+        for i, (is_question, problem) in enumerate(sorted(cells)):
+            marks = cells[is_question, problem]
             yield {
                 "planted bug": bug if i == 0 else "",
                 "what `check` says": problem,
-                **{script.removeprefix("ppo_"): has.get(script, "") for script in runs},
+                **{script.removeprefix("ppo_"): marks.get(script, "") for script in verdicts.TASKS},
             }
+
+
+def said(rows: pd.DataFrame, verdict: str) -> str:
+    """The problems of a verdict, with the number of runs or, of a single run, the iteration."""
+    chosen = rows[rows.verdict == verdict]
+    if rows.seed.nunique() == 1:
+        return "; ".join(f"{row.problem} ({row.found})" for row in chosen.itertuples())
+    return "; ".join(
+        f"{problem} ({count} of {rows.seed.nunique()})"
+        for problem, count in chosen.groupby("problem", sort=False).seed.nunique().items()
+    )
 
 
 def alarms_table() -> Iterator[Row]:
     """What coach.py says of sound runs, by script and task."""
-    rows = pd.read_csv(VERDICTS).query("bug != bug").fillna("")
+    rows = pd.read_csv(VERDICTS).query("bug != bug and not held_out").fillna("")
     for script, flags, _ in verdicts.SOUND:
         runs = rows[(rows.script == script) & (rows.flags == flags)]
-        asked = runs[runs.verdict == "QUESTION"].groupby("problem", sort=False).seed.nunique()
-        if len(runs):
-            yield {
-                "script": f"`{script}.py`",
-                "flags": f"`{flags}`" if flags else "",
-                "runs": f"{runs.seed.nunique()}",
-                "WRONG": f"{runs[runs.verdict == 'WRONG'].seed.nunique()}",
-                "QUESTION (runs)": "; ".join(f"{problem} ({count})" for problem, count in asked.items()),
-            }
+        yield {
+            "sound runs of": f"`{script}.py {flags}`".replace(" `", "`"),
+            "runs": f"{runs.seed.nunique()}",
+            "WRONG": said(runs, "WRONG") or "none",
+            "QUESTION": said(runs, "QUESTION"),
+        }
+
+
+def held_out_table() -> Iterator[Row]:
+    """What coach.py says of the bugs and sound runs that were made without knowing its rules."""
+    rows = pd.read_csv(VERDICTS).query("held_out").fillna("")
+    for (script, bug, flags), runs in rows.groupby(["script", "bug", "flags"], sort=False):
+        yield {
+            "run": f"`{script}.py`: {bug}" if bug else f"sound: `{script}.py {flags}`",
+            "WRONG": said(runs, "WRONG"),
+            "QUESTION": said(runs, "QUESTION"),
+        }
 
 
 def best_table() -> Iterator[Row]:
@@ -537,6 +555,7 @@ def tables() -> dict[str, str]:
     made["rules"] = [*rules_table(rules, "what is wrong")]
     made["found"] = [*found_table()]
     made["alarms"] = [*alarms_table()]
+    made["held-out"] = [*held_out_table()]
     made["questions"] = [*rules_table(coach.QUESTIONS, "what may be wrong")]
     return {name: markdown(rows) for name, rows in made.items()}
 

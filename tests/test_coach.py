@@ -268,8 +268,8 @@ def test_check_shows_a_table_of_each_run_and_ends_with_the_worst_status(tmp_path
     assert status == 1
     assert bad.index("updates are much too large") < bad.index("the policy drifts")
     assert "in 30 iterations, reported from step 58,000, now 0.006" in bad
-    assert re.search(r"KL divergence +0.006 +0.006 .*WRONG", bad)
-    assert re.search(r"explained variance +0.7 +0.7 .*ok", bad)
+    assert re.search(r"KL divergence +0.006 +0.006 +0.006 .*WRONG", bad)
+    assert re.search(r"explained variance +0.7 +0.7 +0.7 .*ok", bad)
     assert "WRONG" not in good
     assert "QUESTION" not in good
     assert call("check", "runs/good", folder=tmp_path)[0] == 0
