@@ -225,7 +225,7 @@ SOUND = [
     ("ppo_continuous", "--env-id Pendulum-v1 --total-timesteps 1e5", 3),
     ("ppo_continuous", "--env-id HalfCheetah-v5 --total-timesteps 1e5", 2),
     ("ppo_continuous", "--env-id Hopper-v5 --total-timesteps 1e5", 2),
-    ("ppo_continuous", "--env-id InvertedPendulum-v5 --total-timesteps 1e5", 2),
+    ("ppo_continuous", "--env-id InvertedPendulum-v5 --total-timesteps 1e6", 3),
     ("ppo_continuous", "--env-id Ant-v5 --total-timesteps 1e5", 1),
     ("ppo_lstm", "--env-id memory_tasks:PositionOnlyCartPole-v1 --total-timesteps 1e5", 2),
     ("ppo_lstm", "--env-id memory_tasks:Cue-v0 --total-timesteps 1e5", 2),
