@@ -178,8 +178,6 @@ RULES = [
          "acted, and do the weights change?", LANGUAGE),
     Rule("token_kl > 1", 1, "an update of the language model was extremely large",
          "start again with a lower --learning-rate", LANGUAGE),
-    Rule("reward_clipfrac > 0.5", 8, "most scaled rewards are clipped",
-         "the learner sees no difference between them: subtract their mean, or use --no-norm-rewards", DATA),
 ]  # fmt: skip
 # What may be right for the task. It is asked while it is so: in one of the last iterations.
 QUESTIONS = [
@@ -224,6 +222,9 @@ QUESTIONS = [
          "are rewards rare, or noise? If not, check that the value loss has a gradient (--vf-coef)", DATA),
     Rule("grad_excess > 100", 20, "the gradient is clipped to less than a hundredth",
          "does the value loss dominate? Then scale the rewards (--norm-rewards), or lower --vf-coef", UPDATE),
+    Rule("reward_clipfrac > 0.5", 10, "most scaled rewards are clipped",
+         "are all returns equal, because the task is solved? If not, the learner sees no difference between "
+         "rewards: subtract their mean, or use --no-norm-rewards", DATA),
     Rule("obs_clipfrac > 0.02", 10, "many observations are more than ten deviations from their mean",
          "is there a number that stands for a missing one? Give 0 instead, and a binary number that says so",
          DATA),
