@@ -5,8 +5,9 @@
     python benchmarks/verdicts.py --jobs 2        # do what is missing, then check all of them
     python benchmarks/report.py                   # the tables of docs/metrics.md
 
-The runs stay in benchmarks/unfinished/verdicts, so that changed rules can be tried on them at once. What
-`check` says, and at which iteration it was known first, goes to results/data/verdicts.csv.
+The runs stay in benchmarks/unfinished/verdicts, so that changed rules can be tried on them at once; those of
+a script that has changed since are done again. What `check` says, and at which iteration it was known first,
+goes to results/data/verdicts.csv, with the script's commit.
 """
 
 from __future__ import annotations
@@ -283,6 +284,12 @@ def text_of(case: Case) -> str:
     return text
 
 
+def is_done(case: Case) -> bool:
+    """Whether the run is there, of the script as it is now."""
+    text = case.folder / f"{case.script}.py"
+    return (case.folder / "done").exists() and text.read_text(encoding="utf-8") == text_of(case)
+
+
 def do(case: Case) -> None:
     """Train in the case's folder. The file `log` there is complete when the file `done` is there."""
     shutil.rmtree(case.folder, ignore_errors=True)
@@ -320,7 +327,9 @@ def judge(case: Case) -> list[dict[str, Any]]:
     (folder,) = coach.find_runs((str(case.folder / "runs"),)) or [None]
     run = coach.read_run(folder, coach.open_events(folder)) if folder else None
     about = {"held_out": case.held_out, "script": case.script, "bug": case.bug, "flags": case.flags}
-    about["seed"] = case.seed
+    command = ["git", "-C", str(ROOT), "log", "-1", "--format=%h", "--", f"{case.script}.py"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    about |= {"seed": case.seed, "commit": commit}
     if run is None:
         return [about | {"iterations": 0, "verdict": "STOPPED", "found": 0}]
     status = (case.folder / "done").read_text().split()[0]
@@ -349,13 +358,13 @@ def main(args: Args) -> None:
     chosen = [case for case in cases() if fnmatch.fnmatch(case.folder.name, args.only)]
     for case in chosen:
         text_of(case)  # each bug must still fit its script
-    missing = [case for case in chosen if not (case.folder / "done").exists()]
+    missing = [case for case in chosen if not is_done(case)]
     if args.dry_run:
         print(*(case.folder.name for case in missing), sep="\n")
         return
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(do, missing))
-    done = [case for case in cases() if (case.folder / "done").exists()]
+    done = [case for case in cases() if is_done(case)]
     frame = pd.DataFrame([row for case in done for row in judge(case)])
     frame.to_csv(VERDICTS, index=False, float_format="%.5g")
     broken, sound = frame[frame.bug != ""], frame[frame.bug == ""]

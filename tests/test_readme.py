@@ -201,7 +201,7 @@ def test_each_command_runs(line, user):
     line = line.replace("runs/.../checkpoint.pt", str(checkpoint_of("ppo", user)))
     name, *args = shlex.split(line, comments=True)[1:]
     if name in TOOLS:
-        call(name, user, *args, *(["--seconds", "0"] if "plan" in args else []))
+        call(name, user, *args)
     else:
         # A run that is resumed must have more steps than before, and keeps the sizes of its networks.
         shorter = ["--total-timesteps", "600"] if "--resume" in args else shortened(SCRIPTS[name])
