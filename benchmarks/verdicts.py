@@ -292,6 +292,8 @@ def is_done(case: Case) -> bool:
 
 def do(case: Case) -> None:
     """Train in the case's folder. The file `log` there is complete when the file `done` is there."""
+    if is_done(case):  # by another process
+        return
     shutil.rmtree(case.folder, ignore_errors=True)
     case.folder.mkdir(parents=True, exist_ok=True)
     file = case.folder / f"{case.script}.py"
