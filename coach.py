@@ -334,7 +334,7 @@ def read_run(folder: Path, events: EventAccumulator) -> RunLog | None:
         run.finished |= is_enough and last.step == run.steps[-1]
     run.live = is_live(folder)
     if not run.finished and run.live is not False and time.time() - last_time < 60:
-        run.steps = run.steps[: -1 if own else 0]  # the last iteration may be half-written
+        run.steps = run.steps[: -1 if own else 0]  # the last one may be half-written; or none is logged yet
     if not len(run.steps):
         return None
     run.numbers |= {name: np.full(len(run.steps), value) for name, value in settings.items()}
@@ -535,11 +535,6 @@ def names_in(rule: Rule) -> list[str]:
     return [comparison.removeprefix("not ").split()[0] for comparison in rule.when.split(" and ")]
 
 
-def subject(name: str) -> str:
-    """The metric from which a number is derived, or the number itself."""
-    return DERIVED.get(name, name)
-
-
 def compare(when: str, numbers: dict[str, Any]) -> np.ndarray:
     """Whether all comparisons of a rule are true: [I], or a scalar, as the numbers are."""
     signs = {"<": operator.lt, ">": operator.gt, "=": operator.eq}
@@ -605,7 +600,8 @@ def progress(run: RunLog) -> str:
 
 def verdict(metric: Metric, value: float, run: RunLog, findings: list[Finding]) -> str:
     """The last column of the table: what was found about a metric or, without that, whether it is healthy."""
-    kinds = [found.rule.kind for found in findings if subject(names_in(found.rule)[0]) == metric.name]
+    names = [(names_in(found.rule)[0], found.rule.kind) for found in findings]
+    kinds = [kind for name, kind in names if DERIVED.get(name, name) == metric.name]
     if kinds:
         return min(kinds, key=["WRONG", "QUESTION"].index)
     if metric.name in ("return", "reward"):
