@@ -780,9 +780,9 @@ class Choice(NamedTuple):
     recipe: str = ""  # the section of docs/recipes.md by which the script must be changed, if it must
 
 
-# Words in names of environments of which one observation does not tell enough.
+# Words in names and arguments of environments of which one observation does not tell enough.
 MEMORY = (
-    r"memory|memories|partial\w*|pomdp|position_only|no_vel\w*|without_vel\w*|hidden|masked|recall|cue|t_maze"
+    r"memor\w+|partial\w*|pomdp|position_only|(no|without|mask|hide)_vel\w*|hidden|masked|recall|cue|t_maze"
 )
 
 
@@ -817,7 +817,8 @@ def choose(plan: Plan, names: set[str]) -> Choice:
         return Choice(script, reason, "An image and a vector")
     if script == "ppo" and names & {"--cell", "--num-layers"}:
         return Choice("ppo_lstm", f"{reason}, and a flag of its memory")
-    words = re.sub("(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", plan.env_id).lower()
+    given = f"{plan.env_id} {plan.env_kwargs}"
+    words = re.sub("(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", given).lower()
     if script == "ppo" and (hint := re.search(rf"(?<![a-z])({MEMORY})(?![a-z])", words)):
         return Choice("ppo_lstm", f"{reason}, and {hint[0]!r} hints at a memory (else --script ppo)")
     return Choice(script, reason, "Small images" if len(shape) == 3 else "")

@@ -635,6 +635,7 @@ PLANS = {  # words: the script, and other parts of the plan
     "--env-id memory_tasks:PositionOnlyCartPole-v1": ("ppo_lstm.py", ["16 x 128", "hints at a memory"]),
     "--env-id memory_tasks:PositionOnlyCartPole-v1 --script ppo": ("ppo.py", ["as --script says"]),
     "--env-id user_envs:Rescue-v0": ("ppo.py", []),  # no cue
+    '--env-id user_envs:Rescue-v0 --env-kwargs {"mask_velocity":true}': ("ppo_lstm.py", ["at a memory"]),
     "--env-id CartPole-v1 --cell gru": ("ppo_lstm.py", ["a flag of its memory"]),
     "--env-id user_envs:Pairs-v0": ("ppo.py", ["docs/recipes.md, 'Other actions'"]),
     '--env-id user_envs:Walk-v0 --env-kwargs {"observation":"mixed"}': (

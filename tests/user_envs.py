@@ -144,7 +144,7 @@ for kind in ACTIONS:
 gym.register("Global-v0", Global)
 gym.register("GlobalBox-v0", Global, kwargs={"action": "box"})
 gym.register("Blind-v0", Blind)
-gym.register("Rescue-v0", Walk)
+gym.register("Rescue-v0", lambda mask_velocity=False, **options: Walk(**options))
 gym.register("Words-v0", Walk, kwargs={"observation": "words"})
 OTHERS = {
     "Pairs-v0": spaces.MultiDiscrete([2, 3]),
