@@ -172,12 +172,12 @@ RULES = [
          "--update-epochs", UPDATE),
     Rule("clipfrac > 0.4", 20, "many samples are clipped for long, and the policy drifts",
          "lower --learning-rate, or --update-epochs", UPDATE),
+    Rule("token_kl > 1", 1, "an update of the language model was extremely large",
+         "start again with a lower --learning-rate", LANGUAGE),
     Rule("token_kl = 0 and clipfrac = 0 and steps > 1 and progress > 0.2 and not equal_groups > 0.99", 5,
          "the KL divergence per token is exactly 0",
          "the ratio is always 1, or no step is taken: are the old log-probabilities those of the policy that "
          "acted, and do the weights change?", LANGUAGE),
-    Rule("token_kl > 1", 1, "an update of the language model was extremely large",
-         "start again with a lower --learning-rate", LANGUAGE),
 ]  # fmt: skip
 # What may be right for the task. It is asked while it is so: in one of the last iterations.
 QUESTIONS = [
