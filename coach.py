@@ -2,16 +2,16 @@
 
     python coach.py plan --env-id HalfCheetah-v5 --total-timesteps 1e6
     python coach.py check runs/*
-    python coach.py check runs/* --watch
+    python coach.py check "runs/*" --watch
 
 `plan` says which script fits an environment, and what a run will do. It takes any flag of the script, and
 refuses unsafe settings. It needs the scripts beside this file.
 
 `check` reads what runs have logged for TensorBoard, those of CleanRL too. For each run, it prints its metrics
 at first and now, and what it finds. WRONG is what no sound run has, and it stays. A QUESTION is about
-something that may be right for your task, and is asked while it is so. `check` needs this file alone.
+something that may be right for your task, and is asked while it is so. `check` needs no other file.
 
-The exit status is 0 without a WRONG, 1 with one, and 2 if a plan is refused or there is nothing to check.
+The exit status is 0 without a WRONG, 1 with one, and 2 if a plan is refused, or a run cannot be read.
 docs/metrics.md explains the metrics and the rules, and says what they found in runs with planted bugs.
 """
 
@@ -157,12 +157,12 @@ RULES = [
          "acted, and do the weights change?", UPDATE),
     Rule("largest_kl > 0.3 and largest_gain < 0.5 and entropy_share < 0.05", 8,
          "an update was far too large, and the policy collapsed",
-         "start again with a lower --learning-rate; if it is 1e-3 or less, check the sign of the policy loss",
-         UPDATE),
+         "in changed code, check the sign of the policy loss first; else start again with a third of the "
+         "--learning-rate", UPDATE),
     Rule("largest_kl > 0.3 and largest_gain < 0.5 and gain < -0.5", 8,
          "an update was far too large, and the return fell",
-         "start again with a lower --learning-rate; if it is 1e-3 or less, check the sign of the policy loss",
-         UPDATE),
+         "in changed code, check the sign of the policy loss first; else start again with a third of the "
+         "--learning-rate", UPDATE),
     Rule("kl > 0.1", 8, "updates are much too large",
          "lower --learning-rate (if it adapts to the KL: --desired-kl), or --update-epochs", UPDATE),
     Rule("kl > 0.05", 8, "updates are too large",
@@ -184,61 +184,67 @@ QUESTIONS = [
     Rule("largest_kl > 1", 1, "an update was extremely large",
          "did the return recover? If not, lower --learning-rate", UPDATE),
     Rule("episodes < 1 and progress > 0.1", 10, "no episode has ended, or none is logged",
-         "are episodes so long? If they never end, nothing tells whether the run learns: give the "
-         "environment a time limit (max_episode_steps). Log returns as charts/episodic_return", RETURN),
+         "are episodes longer than the run so far? If they never end, nothing tells whether the run learns: "
+         "give the environment a time limit (max_episode_steps). Log returns as charts/episodic_return",
+         RETURN),
     Rule("equal_returns > 0", 20, "all returns have been the same",
          "are rewards rare, or is the task solved? If neither, print the rewards of a few episodes", RETURN),
     Rule("gain < -0.5", 10, "the return is lower than at first",
-         "does the task become harder? If not, check the sign of the policy loss, that the learner sees the "
-         "environment's rewards, and that actions reach their environment", RETURN),
+         "does the task become harder? If not, check the sign of the policy loss, the ends of episodes in "
+         "the advantages, that the learner sees the environment's rewards, and that actions reach their "
+         "environment", RETURN),
     Rule("entropy_share < 0.05 and gain < 1", 20,
-         "the policy is almost deterministic, and the return has not risen",
-         "was the task solved at first? If not, the policy collapsed: lower --learning-rate, or raise "
-         "--ent-coef; check that the rewards favour what you want", RETURN),
-    Rule("std < 0.05 and gain < 1", 20, "the policy is almost deterministic, and the return has not risen",
-         "was the task solved at first? If not, raise --min-log-std, or --ent-coef", RETURN),
+         "the policy is almost deterministic, and the return has hardly risen",
+         "was the task solved when the run began? If not, the policy collapsed: lower --learning-rate, or "
+         "raise --ent-coef; check that the rewards favour what you want", RETURN),
+    Rule("std < 0.05 and gain < 1", 20, "the policy is almost deterministic, and the return has hardly risen",
+         "was the task solved when the run began? If not, raise --min-log-std, or --ent-coef", RETURN),
     Rule("kl < 1e-5 and progress < 0.9 and not gain > 1 and not entropy_share < 0.05", 20,
          "the policy hardly changes",
-         "is the task solved, or a reward still to be found? If not: is a step taken, are the shapes in the "
-         "loss [B], is --learning-rate too low?", RETURN),
-    Rule("clipfrac = 0 and kl < 1e-3 and steps > 1 and progress < 0.9 and not gain > 1 "
-         "and not entropy_share < 0.05", 20, "no sample is ever clipped",
+         "is the task solved, or a reward still to be found? If not: does the optimizer step, is each part "
+         "of the loss of shape [B], is --learning-rate too low?", RETURN),
+    Rule("clipfrac = 0 and kl < 1e-3 and steps > 1 and progress < 0.9 and not gain > 1 and not "
+         "entropy_share < 0.05", 20, "no sample is ever clipped",
          "is the task solved, or a reward still to be found? If not, updates are very small: raise "
          "--learning-rate or --update-epochs, or lower --ent-coef", UPDATE),
     Rule("entropy_share > 0.9 and progress > 0.5", 10, "the policy is nearly as random as at first",
          "are rewards rare? If not, lower --ent-coef, or raise --learning-rate; check that advantages belong "
          "to their actions", RETURN),
     Rule("std > 3", 10, "the policy became very random",
-         "are the actions at their bounds the best ones? If not: 1 is half of an action's range, so lower "
-         "--ent-coef, or --learning-rate", DATA),
-    Rule("gain < 0.5 and progress > 0.5", 10, "the rise of the return is within its noise",
-         "was the task solved at first, or are rewards rare? If not, see the symptoms in docs/metrics.md",
-         RETURN),
+         "are the actions at their bounds the best ones? If not, lower --ent-coef, or --learning-rate: 1 is "
+         "half of an action's range", DATA),
+    Rule("gain < 0.5 and progress > 0.5", 10, "the return has not risen beyond its noise",
+         "was the task solved when the run began, or are rewards rare? If not, see the symptoms in "
+         "docs/metrics.md", RETURN),
     Rule("explained_variance < 0.05 and not critic_error < 0.1 and progress > 0.1", 20,
          "the critic predicts little",
          "are rewards rare, or noise, or the same in all states? If not, check that the observations tell "
-         "what the return depends on, and that the value loss has a gradient (--vf-coef)", DATA),
+         "what the return depends on, and that --vf-coef is above 0 and the values are not detached", DATA),
     Rule("critic_error > 0.9 and progress > 0.3", 20, "the critic's error is as large as the returns",
-         "are rewards rare, or noise? If not, check that the value loss has a gradient (--vf-coef)", DATA),
+         "are rewards rare, or noise? If not, check that --vf-coef is above 0, and the values not detached",
+         DATA),
     Rule("grad_excess > 100", 20, "the gradient is clipped to less than a hundredth",
-         "does the value loss dominate? Then scale the rewards (--norm-rewards), or lower --vf-coef", UPDATE),
+         "does the return rise all the same? If not: in changed code, check the advantages; else scale the "
+         "rewards (--norm-rewards), or lower --vf-coef", UPDATE),
     Rule("reward_clipfrac > 0.5", 10, "most scaled rewards are clipped",
          "are all returns equal, because the task is solved? If not, the learner sees no difference between "
          "rewards: subtract their mean, or use --no-norm-rewards", DATA),
     Rule("obs_clipfrac > 0.02", 10, "many observations are more than ten deviations from their mean",
-         "is there a number that stands for a missing one? Give 0 instead, and a binary number that says so",
-         DATA),
+         "are such extremes part of the task? If a number stands for a missing one, give 0 instead, and a "
+         "binary number that says so", DATA),
     Rule("length < 10 and length_share < 0.5 and gain > 0.3", 20,
          "the return rises, and episodes shorten to nothing",
          "is a quick end what you want? Watch the agent. If it is not, look for rewards that are negative in "
          "each step", RETURN),
     Rule("greedy_gap > 0.5 and progress > 0.2", 1, "the greedy return is far below the return of training",
-         "does the policy need its noise? If it should not, lower --ent-coef or train longer; if you changed "
-         "the script, check that both see the same observations", RETURN),
-    Rule("missing_return > 0 and progress > 0.999", 1, "Gymnasium would not take the environment for solved",
-         "were there too few steps? results/README.md has returns to compare with", RETURN),
+         "must the best policy be random here? If not, lower --ent-coef or train longer; in changed code, "
+         "check that training and evaluation see the same observations", RETURN),
+    Rule("missing_return > 0 and progress > 0.999", 1, "the return is below Gymnasium's threshold for solved",
+         "does the unchanged script, or results/README.md, reach no more in as many steps? If it does, look "
+         "for what slows learning", RETURN),
     Rule("gamma < 0.5 and length > 2", 1, "the discount factor is below 0.5",
-         "do only the next rewards count? The horizon is 1 / (1 - γ) steps; 0.9 to 0.999 is usual", RETURN),
+         "are only the next two rewards to count? If not: the horizon is 1 / (1 - γ) steps, and 0.9 to 0.999 "
+         "is usual", RETURN),
     Rule("sampling_difference > 0.003", 5, "sampling and learning differ somewhat",
          "is it the rounding of bfloat16, or another program that samples? If not, compare the "
          "log-probabilities of one response: temperature, padding, cache", LANGUAGE),
@@ -251,18 +257,20 @@ QUESTIONS = [
          "was it high at first? If not, raise --learning-rate, if the KL divergence per token is below "
          "0.001, and check the reward function", LANGUAGE),
     Rule("equal_groups > 0.9 and reward_gain < 1", 10, "nearly all groups of responses have equal rewards",
-         "are the prompts too hard, or too easy, or is the model destroyed? Nothing is learnt from them",
+         "are the prompts solved? If not, they are too hard, or the model is destroyed: nothing is learnt",
          LANGUAGE),
     Rule("critic_explained_variance < 0.05 and progress > 0.3", 10,
          "the critic of the language model predicts little",
-         "is the run so short? Then raise --critic-learning-rate", LANGUAGE),
+         "does the reward rise all the same? If not, raise --critic-learning-rate, above all in short runs",
+         LANGUAGE),
     Rule("cut_off > 0.5", 10, "most responses are cut off",
          "are they meant to fill --max-response-length? If not, raise it, or check the stop tokens, which a "
          "run prints at its start", LANGUAGE),
     Rule("gold_drop > 0.5 and reward_gain > 2", 10, "the reward rises, and the held-out score falls",
-         "is the reward model exploited? Then raise --kl-coef, or stop earlier", LANGUAGE),
+         "are the completions still good? If not, the reward model is exploited: raise --kl-coef, or stop "
+         "earlier", LANGUAGE),
     Rule("reference_kl > 30", 10, "the policy is far from the reference",
-         "is the reward exploited? Read completions; raise --kl-coef", LANGUAGE),
+         "are the completions still good? If not, the reward is exploited: raise --kl-coef", LANGUAGE),
 ]  # fmt: skip
 
 
@@ -565,7 +573,8 @@ def find_problems(run: RunLog) -> list[Finding]:
         true = np.broadcast_to(compare(rule.when, run.numbers), run.steps.shape)
         if any(found.rule.when.split()[:2] == [name, sign] for found in findings):
             continue
-        if rule in QUESTIONS and not true[-max(5, len(true) // 8) :].any():
+        latest = true[-max(5, math.ceil(0.15 * len(true))) :]
+        if rule in QUESTIONS and not latest.any():
             continue
         needed = rule.iterations if rule in RULES else int(min(rule.iterations, most))
         streaks = np.convolve(true, np.ones(needed), "valid") == needed
@@ -650,7 +659,7 @@ def report(run: RunLog) -> tuple[str, bool]:
 
 @dataclass
 class Check:
-    """Check runs by what they have logged. The exit status is 1 if something is wrong with one."""
+    """Check runs by what they have logged. Status 1: something is WRONG; 2: a run cannot be read."""
 
     runs: tyro.conf.Positional[tuple[str, ...]] = ("runs",)  # folders with runs, at any depth
     watch: bool = False  # repeat while runs go on, and print what is new
@@ -985,7 +994,6 @@ def plan(args: Plan, flags: list[str]) -> int:
 
         env = make_env(settings.env_id, args.env_kwargs).unwrapped
         check_env(env, skip_render_check=True)  # it prints warnings, and raises what is wrong
-        print(f"{'environment':15}passes Gymnasium's check_env")
     print(f"{'script':15}{choice.script}.py: {choice.reason}")
     if args.check_env:
         print(f"{'environment':15}passes Gymnasium's check_env")
