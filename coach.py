@@ -846,10 +846,12 @@ def make_env(env_id: str, env_kwargs: str | None) -> Any:
 
 def is_on_gpu(env_id: str) -> bool:
     """Whether this is a class or function of a module, or of MuJoCo Playground: not one of Gymnasium's."""
+    import gymnasium as gym
+
     module, _, name = env_id.rpartition(":")
     if module:
         found = getattr(importlib.import_module(module), name, None)
-        return callable(found) and not hasattr(found, "action_space")  # an environment of Gymnasium has one
+        return callable(found) and not (isinstance(found, type) and issubclass(found, gym.Env))
     if re.search(r"-v\d+$", env_id) or not find_spec("mujoco_playground"):
         return False
     with contextlib.redirect_stdout(None):  # what its simulators print when they are imported

@@ -50,7 +50,6 @@ TASKS = {
 }
 FAMILY = "ppo", "ppo_continuous", "ppo_lstm", "ppo_atari", "ppo_gpu"
 LANGUAGE = "ppo_rlhf", "grpo"
-ALL = "ppo_minimal", *FAMILY, *LANGUAGE
 # A bug: by script, the flags that are added to its task, or what is replaced in its text by what.
 Bug = dict[str, str | tuple[str, str]]
 

@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import helpers
@@ -199,22 +200,46 @@ def test_runs_of_cleanrl_are_read(rises, tmp_path):
 
 
 def test_each_episode_of_cleanrl_counts_once(tmp_path):
-    """Also where good episodes are the long ones, and several environments end theirs in turn."""
-    random, step = np.random.default_rng(3), 0
+    """Eight environments end their episodes in turn, and short ones weigh no more than long ones."""
+    random = np.random.default_rng(3)
+    ends = [np.cumsum(random.exponential(25, 60).round() + 8) for _ in range(8)]
+    lengths = [np.diff(env, prepend=0) for env in ends]
+    episodes = sorted(zip(np.concatenate(ends), np.concatenate(lengths), strict=True))
     with SummaryWriter(str(tmp_path)) as writer:
-        lengths = random.exponential(25, 400).round() + 8
-        for episode, length in enumerate(lengths):
-            step += max(1, round(length / 8))
-            writer.add_scalar("charts/episodic_return", length, step)
-            writer.add_scalar("charts/episodic_length", length, step)
-            if episode % 40 == 39:
+        for count, (end, length) in enumerate(episodes, 1):
+            writer.add_scalar("charts/episodic_return", length, int(8 * end))
+            writer.add_scalar("charts/episodic_length", length, int(8 * end))
+            if count % 40 == 0:
                 for tag, value in HEALTHY.items():
-                    writer.add_scalar(tag, value, step + 1)
+                    writer.add_scalar(tag, value, int(8 * end) + 1)
     run = coach.read_run(tmp_path, coach.open_events(tmp_path))
-    assert run.numbers["return"][-1] == pytest.approx(
-        lengths[260:360].mean(), rel=1e-6
-    )  # the last is left out
-    assert run.numbers["episodes"][-1] == 360
+    seen = round(run.numbers["episodes"][-1])
+    returns = [length for _, length in episodes]
+    assert seen in range(430, 450)  # those of the last iteration, which may be incomplete, are left out
+    assert run.numbers["return"][-1] == pytest.approx(np.mean(returns[seen - 100 : seen]), rel=1e-5)
+
+
+def test_before_the_first_update_nothing_is_said_of_a_run_of_cleanrl(tmp_path):
+    """It logs episodes at once, and losses after the first rollout."""
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step in range(20, 200, 20):
+            writer.add_scalar("charts/episodic_return", 20.0, step)
+    status, out, _ = call("check", tmp_path)
+    assert status == 2
+    assert "no complete iteration is logged yet" in out
+
+
+def test_with_a_kl_penalty_the_clip_fraction_is_not_judged(tmp_path):
+    """Nothing is clipped."""
+    Writer(tmp_path, surrogate="kl-penalty").write(60, clipfrac=0.9)
+    assert findings(tmp_path) == {}
+
+
+def test_a_policy_that_begins_deterministic_is_not_as_random_as_at_first(tmp_path):
+    """Its entropy is the largest of the run, and near 0."""
+    Writer(tmp_path).write(20, mean=20.0, entropy=1e-7).write(80, mean=20.0, entropy=1e-7)
+    assert "the policy is nearly as random as at first" not in findings(tmp_path)
+    assert "the policy is almost deterministic, and the return has hardly risen" in findings(tmp_path)
 
 
 def test_a_run_that_does_not_log_the_clip_fraction_or_the_kl_divergence_is_wrong(tmp_path):
@@ -486,6 +511,17 @@ def test_watch_prints_each_finding_once_and_ends_with_the_run_and_the_status_of_
     assert "updates are much too large" in rest[table:]
 
 
+def test_a_run_that_begins_and_ends_between_two_looks_is_checked(tmp_path):
+    command = [sys.executable, ROOT / "coach.py", "check", tmp_path, "--watch", "--every", "2"]
+    Writer(tmp_path / "old", total_timesteps=30_000).write(30)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+        time.sleep(1.5)
+        Writer(tmp_path / "new", total_timesteps=30_000).write(30, kl=0.3)
+        out = watching.stdout.read()
+    assert watching.returncode == 1
+    assert "updates are much too large" in out
+
+
 def test_watch_ends_where_there_is_no_run(tmp_path):
     status, _, err = call("check", tmp_path / "typo", "--watch", "--wait", 0, "--every", 0.1)
     assert (status, err) == (2, "coach.py: there are no TensorBoard files\n")
@@ -612,6 +648,8 @@ def test_what_is_wrong_stays_so_when_a_run_is_resumed_with_more_steps(tmp_path):
         writer = Writer(tmp_path / str(total), total_timesteps=total)
         writer.write(10).write(8, kl=0.2).write((total - writer.step) // 1000)
         assert call("check", tmp_path / str(total))[0] == 1
+    Writer(tmp_path / "short", total_timesteps=32_000).write(5).write(10, clipfrac=0.5).write(17)
+    assert call("check", tmp_path / "short")[0] == 0  # not for 20 iterations, which a longer run would need
 
 
 # Plans
@@ -635,6 +673,7 @@ PLANS = {  # words: the script, and other parts of the plan
     "--env-id memory_tasks:PositionOnlyCartPole-v1": ("ppo_lstm.py", ["16 x 128", "hints at a memory"]),
     "--env-id memory_tasks:PositionOnlyCartPole-v1 --script ppo": ("ppo.py", ["as --script says"]),
     "--env-id user_envs:Rescue-v0": ("ppo.py", []),  # no cue
+    "--env-id user_envs:Walk": ("ppo.py", []),  # also a class, but one of Gymnasium
     '--env-id user_envs:Rescue-v0 --env-kwargs {"mask_velocity":true}': ("ppo_lstm.py", ["at a memory"]),
     "--env-id CartPole-v1 --cell gru": ("ppo_lstm.py", ["a flag of its memory"]),
     "--env-id user_envs:Pairs-v0": ("ppo.py", ["docs/recipes.md, 'Other actions'"]),
