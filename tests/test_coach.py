@@ -521,7 +521,17 @@ def test_watch_prints_each_finding_once_and_ends_with_the_run_and_the_status_of_
 def test_a_run_that_begins_and_ends_between_two_looks_is_checked(tmp_path):
     """It had not ended before, though it is seen for the first time when it has."""
     live = Writer(tmp_path / "live", total_timesteps=12_000).write(10)
-    command = [sys.executable, ROOT / "coach.py", "check", tmp_path, "--watch", "--every", "2"]
+    command = [
+        sys.executable,
+        ROOT / "coach.py",
+        "check",
+        tmp_path,
+        "--watch",
+        "--every",
+        "2",
+        "--patience",
+        "0.5",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
         assert "live" in watching.stdout.readline()
         Writer(tmp_path / "new", total_timesteps=30_000).write(30, kl=0.3)
