@@ -40,9 +40,11 @@ import inspect
 import json
 import math
 import os
+import pickle
 import pkgutil
 import random
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -53,11 +55,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
@@ -81,7 +83,9 @@ class Args:  # the trailing comments become --help
     model: str | None = None  # folder or name of a transformers model; None is for the built-in reviews
     prompts: str | None = None  # file with a line of JSON for each prompt
     eval_prompts: str | None = None  # the same for held-out prompts
-    reward_model: str | None = None  # folder or name of a model that scores a sequence of the same tokens
+    reward_model: str | None = (
+        None  # folder or name of a model that scores sequences; it must know --model's tokens
+    )
     reward_function: tuple[str, ...] = ()  # functions of rows and responses, as module:function; summed
     max_response_length: int = 8  # longer responses are cut off, and have no stop token
     missing_eos_penalty: float = 2.0  # subtracted from the score of a response without a stop token
@@ -114,15 +118,6 @@ class Args:  # the trailing comments become --help
     gradient_checkpointing: bool = False  # save memory by computing activations twice
     lora_rank: int = 0  # train adapters of this rank on frozen weights (needs peft); 0 trains all weights
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if hasattr(value, "item"):  # of NumPy or PyTorch: a checkpoint holds plain Python numbers
-                setattr(self, name, value.item())
-            if isinstance(value, Path):
-                setattr(self, name, str(value))
-        if self.resume and Path(self.resume).is_dir():  # a run folder is accepted, too
-            self.resume = str(Path(self.resume, "checkpoint.pt"))
-
 
 # Limits of the settings, both included. With more than 30 epochs, or ε above 0.3, the policy moves too far
 # from the one that collected the data. To study what is refused, change this table in your program. A number
@@ -141,76 +136,14 @@ BOUNDS = {
 # The defaults with --model
 PRETRAINED = Args(
     max_response_length=512, missing_eos_penalty=0.0, eval_temperature=0.0, learning_rate=1e-6,
-    critic_learning_rate=1e-5, micro_batch_tokens=8192,
+    critic_learning_rate=1e-4, micro_batch_tokens=8192,
 )  # fmt: skip
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # how many there are, and the number of this one (torchrun)
 RANK = int(os.environ.get("RANK", 0)) if PROCESSES > 1 else 0
 # Metrics to print, besides evaluations
 SHOWN = "reward", "objective/kl", "policy/approxkl_avg", "completions/clipped_ratio", "val/explained_variance"
 
-# ------------------------------------------------- Networks -------------------------------------------------
-
-
-class Block(nn.Module):
-    """A layer of GPT-2: attention, and a perceptron with one hidden layer; each is added to its input."""
-
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.hidden, self.output = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor, visible: Tensor, past: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """x [B, T, W] after this layer, and all S keys and values; visible [B, 1, T, S] is the mask."""
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
-        query, keys, values = qkv.permute(2, 0, 3, 1, 4)
-        if past is not None:
-            keys, values = torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
-        attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible)
-        x = x + self.projection(attended.transpose(1, 2).flatten(2))
-        return x + self.output(F.gelu(self.hidden(self.norm2(x)), approximate="tanh")), (keys, values)
-
-
-class GPT(nn.Module):
-    """GPT-2 (Radford et al. 2019), to be called as models of transformers are."""
-
-    def __init__(self, vocabulary: int, width: int = 64, layers: int = 2, heads: int = 4, context: int = 32):
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        for embedding in (self.tokens, self.positions):
-            nn.init.normal_(embedding.weight, std=0.02)
-
-    def forward(self, input_ids, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep=0):
-        """Hidden states [B, T, W] of input_ids, the last T of S tokens, and the last logits (0: all)."""
-        new, total = input_ids.shape[1], attention_mask.shape[1]
-        causal = torch.ones(new, total, dtype=torch.bool, device=input_ids.device).tril(total - new)
-        visible = attention_mask[:, None, None, :] & causal
-        hidden, cache = self.tokens(input_ids) + self.positions(position_ids), []
-        for block, past in zip(self.blocks, past_key_values or [None] * len(self.blocks), strict=True):
-            hidden, keys_values = block(hidden, visible, past)
-            cache.append(keys_values)
-        hidden = self.norm(hidden)
-        logits = hidden[:, -logits_to_keep:] @ self.tokens.weight.T
-        return SimpleNamespace(last_hidden_state=hidden, logits=logits, past_key_values=cache)
-
-
-class ScalarModel(nn.Module):
-    """A trunk with one output: a critic or a reward model."""
-
-    def __init__(self, trunk: nn.Module, head: nn.Module):
-        super().__init__()
-        self.trunk, self.head = trunk, head
-
-    def forward(self, batch: Responses | Batch) -> Tensor:
-        """Outputs [B, L + 1]: before each token of the response, and after the last."""
-        tokens = torch.cat([batch.prompts, batch.responses], 1)
-        attention = torch.cat([batch.prompt_mask, batch.mask], 1)
-        output = self.trunk(**model_inputs(tokens, attention))
-        hidden = output.last_hidden_state[:, -batch.mask.shape[1] - 1 :]
-        return without_autocast(self.head, hidden).squeeze(-1)
+# ------------------------------------------------- Batches --------------------------------------------------
 
 
 class Models(nn.Module):
@@ -247,14 +180,6 @@ def read_lengths(batch: Any) -> list[list[int]]:
     return torch.stack([batch.prompt_mask.sum(1), batch.mask.sum(1)]).tolist()
 
 
-def select_rows(batch: Any, rows: Tensor, prompt_length: int, length: int) -> Any:
-    """These rows of a batch, with the last columns of the prompts and the first ones of the responses."""
-    part = type(batch)(*(column[rows] for column in batch))
-    prompts = [column[:, -prompt_length:] for column in part[:2]]
-    others = [column[:, :length] if column.dim() == 2 else column for column in part[2:]]
-    return type(batch)(*prompts, *others)
-
-
 def micro_batches(batch: Any, rows: Tensor, lengths: list[list[int]], args: Args) -> Iterator[tuple]:
     """Parts of these rows of a batch: the rows' numbers, and the rows without columns that are all padding.
 
@@ -262,22 +187,25 @@ def micro_batches(batch: Any, rows: Tensor, lengths: list[list[int]], args: Args
     one row at least). `lengths` are those of all rows, by `read_lengths`.
     """
     prompt_lengths, response_lengths = lengths
-    parts: list[list[int]] = []
-    sizes: list[tuple[int, int]] = []  # of the longest prompt and of the longest response of each part
+    parts: list[list[int]] = [[]]
+    longest = 0  # prompt of the last part
     for row in sorted(rows.tolist(), key=response_lengths.__getitem__):
-        size = prompt_lengths[row], response_lengths[row]
-        if parts:
-            count = len(parts[-1]) + 1
-            larger = max(size[0], sizes[-1][0]), max(size[1], sizes[-1][1])
-            if count <= args.micro_batch_size and count * sum(larger) <= args.micro_batch_tokens:
-                parts[-1].append(row)
-                sizes[-1] = larger
-                continue
-        parts.append([row])
-        sizes.append(size)
+        longest, count = max(longest, prompt_lengths[row]), len(parts[-1]) + 1
+        too_large = count * (longest + response_lengths[row]) > args.micro_batch_tokens
+        if parts[-1] and (count > args.micro_batch_size or too_large):
+            parts.append([])
+            longest = prompt_lengths[row]
+        parts[-1].append(row)
     order = torch.tensor([row for part in parts for row in part], device=batch.mask.device)
-    for part_rows, size in zip(order.split([len(part) for part in parts]), sizes, strict=True):
-        yield part_rows, select_rows(batch, part_rows, *size)
+    for part, numbers in zip(parts, order.split([len(part) for part in parts]), strict=True):
+        longest, length = max(prompt_lengths[row] for row in part), response_lengths[part[-1]]
+        columns = [column[numbers] for column in batch]
+        prompts = [column[:, -longest:] for column in columns[:2]]
+        others = [column[:, :length] if column.dim() == 2 else column for column in columns[2:]]
+        yield numbers, type(batch)(*prompts, *others)
+
+
+# ------------------------------------------------- Generation -----------------------------------------------
 
 
 def model_inputs(tokens: Tensor, attention: Tensor, past: Any = None, use_cache: bool = False) -> dict:
@@ -293,7 +221,7 @@ def generate(actor: nn.Module, task: Task, rows: list[dict], args: Args) -> tupl
 
     To use an inference server, replace this function, and send it the actor's weights before each call.
     """
-    prompts, prompt_mask = pad([encode(task.tokenizer, row["prompt"]) for row in rows], "left", args.device)
+    prompts, prompt_mask = pad([encode(task.tokenizer, row) for row in rows], "left", args.device)
     stop_tokens = torch.tensor(task.stop_tokens, device=args.device)
     shape = len(rows), args.max_response_length
     responses, mask = prompts.new_zeros(shape), prompt_mask.new_zeros(shape)
@@ -313,6 +241,8 @@ def sample(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     log_policy = torch.log_softmax(logits.float() / max(temperature, 1e-6), 1)
     noise = torch.empty_like(log_policy).exponential_()
     tokens = (log_policy.exp() / noise).argmax(1, keepdim=True)  # as `multinomial`, which reads from the GPU
+    if temperature == 0:  # and a division by 1e-6 is none by 0
+        tokens = logits.argmax(1, keepdim=True)
     return tokens, log_policy.gather(1, tokens)
 
 
@@ -418,6 +348,15 @@ def record(step: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
+def ended(batch: Responses, task: Task) -> Tensor:
+    """Whether each response [B] has a stop token. The others were cut off."""
+    stop_tokens = torch.tensor(task.stop_tokens, device=batch.mask.device)
+    return (torch.isin(batch.responses, stop_tokens) & batch.mask).any(1)
+
+
+# ------------------------------------------------- Log-probabilities and values -----------------------------
+
+
 class TokenLogProbs(torch.autograd.Function):
     """log π [M, 1] of tokens [M, 1], from hidden states [M, W] and the last layer's weights [V, W].
 
@@ -494,6 +433,27 @@ def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: flo
     return log_probs_and_entropy(model, batch, temperature)[0]
 
 
+class ScalarModel(nn.Module):
+    """A trunk with one output: a critic or a reward model."""
+
+    def __init__(self, trunk: nn.Module, head: nn.Module):
+        super().__init__()
+        self.trunk, self.head = trunk, head
+
+    def forward(self, batch: Responses | Batch) -> Tensor:
+        """Outputs [B, L + 1]: before each token of the response, and after the last."""
+        tokens = torch.cat([batch.prompts, batch.responses], 1)
+        attention = torch.cat([batch.prompt_mask, batch.mask], 1)
+        output = self.trunk(**model_inputs(tokens, attention))
+        hidden = output.last_hidden_state[:, -batch.mask.shape[1] - 1 :]
+        return without_autocast(self.head, hidden).squeeze(-1)
+
+
+def last_output(model: nn.Module, batch: Responses) -> Tensor:
+    """A reward model's outputs [B, 1] after the last token of each response."""
+    return model(batch).gather(1, batch.mask.sum(1, keepdim=True))
+
+
 @torch.no_grad()
 def in_micro_batches(function: Callable[[Responses], Tensor], batch: Responses, args: Args) -> Tensor:
     """The outputs [B, L] of a function of parts of a batch; 0 beyond what it returns for a part."""
@@ -514,31 +474,9 @@ def check_sampling(difference: Tensor, mask: Tensor) -> dict[str, float]:
     """Metrics of the difference [B, L] between log π in sampling and in learning: it must be rounding."""
     average, largest = masked_mean(difference.abs(), mask).item(), (difference.abs() * mask).max().item()
     if not average <= 0.5:  # larger, or not a number
-        raise FloatingPointError(f"log π differs by {average:.2f} from sampling: no past_key_values?")
+        raise FloatingPointError(f"log π differs by {average:.2f} between sampling and learning")
     name = "sampling/sampling_logp_difference"
     return {f"{name}/mean": average, f"{name}/max": largest}
-
-
-def ended(batch: Responses, task: Task) -> Tensor:
-    """Whether each response [B] has a stop token. The others were cut off."""
-    stop_tokens = torch.tensor(task.stop_tokens, device=batch.mask.device)
-    return (torch.isin(batch.responses, stop_tokens) & batch.mask).any(1)
-
-
-def last_output(model: nn.Module, batch: Responses) -> Tensor:
-    """A reward model's outputs [B, 1] after the last token of each response."""
-    return model(batch).gather(1, batch.mask.sum(1, keepdim=True))
-
-
-def score(models: Models, task: Task, rows: list[dict], batch: Responses, args: Args) -> dict[str, Tensor]:
-    """Rewards [B] by the reward model and by each reward function, and for missing stop tokens."""
-    rewards = {"missing_eos": torch.where(ended(batch, task), 0.0, -args.missing_eos_penalty)}
-    if models.reward_model is not None:
-        rewards["reward_model"] = in_micro_batches(partial(last_output, models.reward_model), batch, args)[
-            :, 0
-        ]
-    functions = call_functions(task, rows, batch, may_be_none=models.reward_model is not None)
-    return rewards | {name: values.to(args.device) for name, values in functions.items()}
 
 
 # ------------------------------------------------- Equations ------------------------------------------------
@@ -550,9 +488,10 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return total / count
 
 
-def means_over_processes(columns: dict[str, Tensor]) -> dict[str, float]:
+def means_over_processes(columns: dict[str, Tensor], args: Args) -> dict[str, float]:
     """Means over all processes; not of numbers that are NaN, where a reward function gave None."""
-    means = {name: masked_mean(x.nan_to_num(), ~x.isnan()).item() for name, x in columns.items()}
+    on_device = {name: x.to(args.device, torch.float32) for name, x in columns.items()}
+    means = {name: masked_mean(x.nan_to_num(), ~x.isnan()).item() for name, x in on_device.items()}
     return {name: value for name, value in means.items() if not math.isnan(value)}
 
 
@@ -644,6 +583,35 @@ def ppo_loss(models: Models, batch: Batch, num_tokens: Tensor, args: Args) -> tu
 # ------------------------------------------------- Algorithm ------------------------------------------------
 
 
+def next_prompts(prompts: list[dict], first: int, count: int, seed: int) -> list[dict]:
+    """Prompts from the number `first` on: all are used in a random order, then again in another one."""
+    orders: dict[int, list[int]] = {}  # by the number of the pass over all prompts
+    rows = []
+    for number in range(first, first + count):
+        lap, place = divmod(number, len(prompts))
+        if lap not in orders:
+            generator = torch.Generator().manual_seed(10**9 * seed + lap)
+            orders[lap] = torch.randperm(len(prompts), generator=generator).tolist()
+        rows.append(prompts[orders[lap][place]])
+    return rows
+
+
+def score(
+    models: Models, task: Task, rows: list[dict], batch: Responses, args: Args
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The scores [B] of B responses, and by name the rewards that they sum.
+
+    These are the reward model's, those of the functions, and the penalty for a missing stop token.
+    """
+    rewards = {"missing_eos": torch.where(ended(batch, task), 0.0, -args.missing_eos_penalty)}
+    if models.reward_model is not None:
+        outputs = in_micro_batches(partial(last_output, models.reward_model), batch, args)
+        rewards["reward_model"] = outputs[:, 0]
+    functions = call_functions(task, rows, batch, may_be_none=models.reward_model is not None)
+    rewards |= {name: values.to(args.device, torch.float32) for name, values in functions.items()}
+    return torch.stack(list(rewards.values())).nansum(0), rewards
+
+
 @torch.no_grad()
 def collect(models: Models, task: Task, args: Args, episodes: int = 0) -> tuple[Batch, dict, dict]:
     """Responses to the next B prompts with estimated advantages; also metrics, and what is to be written.
@@ -669,8 +637,7 @@ def collect(models: Models, task: Task, args: Args, episodes: int = 0) -> tuple[
     log_probs = all_log_probs(models.actor, responses, args)
     ref_log_probs = all_log_probs(models.reference, responses, args)
     values = in_micro_batches(lambda part: models.critic(part)[:, :-1], responses, args)
-    rewards = score(models, task, rows, responses, args)
-    scores = torch.stack(list(rewards.values())).nansum(0)
+    scores, rewards = score(models, task, rows, responses, args)
     mask = responses.mask
     kl = (log_probs - ref_log_probs) * mask
     rewards_per_token = token_rewards(scores, kl, mask, args.kl_coef)
@@ -686,12 +653,13 @@ def collect(models: Models, task: Task, args: Args, episodes: int = 0) -> tuple[
     }
     # Advantages are what the critic does not explain of the returns: returns - values.
     error, spread = (masked_mean((x - masked_mean(x, mask)).square(), mask) for x in (advantages, returns))
-    metrics = means_over_processes(means) | {
+    metrics = means_over_processes(means, args) | {
         "entropy": -masked_mean(log_probs, mask).item(),  # an estimate, in nats per token
         "val/explained_variance": 1 - (error / (spread + 1e-8)).item(),
     }
-    samples = {"response": decode(task.tokenizer, responses), "row": rows, "reward": scores.tolist()}
-    samples |= {name: without_nan(values) for name, values in rewards.items()}
+    samples = {"response": decode(task, rows, responses), "row": rows, "reward": scores.tolist()}
+    for name, values in rewards.items():
+        samples[name] = [None if math.isnan(value) else value for value in values.tolist()]
     return batch, metrics | check_sampling(sampled_log_probs - log_probs, mask), samples
 
 
@@ -735,11 +703,12 @@ def adapted_kl_coef(kl: float, args: Args) -> float:
 def train(args: Args, task: Task | None = None) -> Path:
     """PPO ([PPO], Algorithm 1) from human feedback. Returns the checkpoint's path.
 
-    Raises `ValueError` for invalid settings. After an error anywhere, the checkpoint has all gradient steps.
+    Raises `Refused` for what would train wrongly. After an error in training, what is learnt is saved.
     """
-    args = replace(args)  # a copy, in which NumPy's numbers are plain ones
+    args = replace(args)  # a copy, in which β may change
     check(args, task)
-    torch.manual_seed(args.seed)
+    use_device(args)
+    seed_everything(args.seed)
     models, task = load_pretrained(args, task or load_task(args)) if args.model else make_reviews(args)
     models.eval()  # no dropout: with it, the first ratio would not be 1
     networks = models.actor, models.critic
@@ -750,12 +719,14 @@ def train(args: Args, task: Task | None = None) -> Path:
     run = Run(args, models, optimizer, task, episodes)
     try:
         while episodes < args.total_episodes and not stopped(args):
-            torch.manual_seed(10**9 * args.seed + episodes + RANK)  # a resumed run draws the same numbers
+            numbers = args.seed, episodes, RANK  # so that a resumed run draws the same random numbers
+            seed_everything(*numbers)
             metrics = {}
             if episodes // args.batch_size % args.eval_every == 0:
                 metrics = evaluate(models, task, args)
                 run.keep_best(episodes, metrics)
                 run.save(episodes)
+                seed_everything(*numbers)  # training is the same whatever is evaluated
             elif time.monotonic() - run.last_save > 600:
                 run.save(episodes)
             batch, batch_metrics, samples = collect(models, task, args, episodes)
@@ -792,66 +763,72 @@ def stopped(args: Args) -> bool:
     return sum_over_processes(torch.tensor(float(STOP.is_set()), device=args.device)).item() > 0
 
 
+class Refused(ValueError):  # noqa: N818
+    """Raised at the start for what would train wrongly without an error, or fail only after training."""
+
+
+def seed_everything(*numbers: int) -> None:
+    """Seed the generators of PyTorch, and of Python and NumPy, from which reward functions may draw."""
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
+    for function in (torch.manual_seed, random.seed, np.random.seed):
+        function(seed)
+
+
 def pad(rows: list[list[int]], side: str, device: str) -> tuple[Tensor, Tensor]:
     """Lists of tokens as tokens [B, S], and a mask [B, S] of what is not padding."""
-    tokens = [torch.tensor(row) for row in rows]  # on the CPU: a copy of each row to a GPU is slow
+    tokens = [torch.tensor(row, dtype=torch.long) for row in rows]  # on the CPU: to copy each one is slow
     masks = [torch.ones_like(row, dtype=torch.bool) for row in tokens]
     padded = rnn.pad_sequence(tokens, True, 0, side), rnn.pad_sequence(masks, True, 0, side)
     return padded[0].to(device), padded[1].to(device)
 
 
-def next_prompts(prompts: list[dict], first: int, count: int, seed: int) -> list[dict]:
-    """Prompts from the number `first` on: all are used in a random order, then again in another one."""
-    orders: dict[int, list[int]] = {}  # by the number of the pass over all prompts
-    rows = []
-    for number in range(first, first + count):
-        lap, place = divmod(number, len(prompts))
-        if lap not in orders:
-            generator = torch.Generator().manual_seed(10**9 * seed + lap)
-            orders[lap] = torch.randperm(len(prompts), generator=generator).tolist()
-        rows.append(prompts[orders[lap][place]])
-    return rows
+def unpad(tokens: Tensor, mask: Tensor) -> list[list[int]]:
+    """The tokens of each row, without padding."""
+    return [row[kept].tolist() for row, kept in zip(tokens.cpu(), mask.cpu(), strict=True)]
 
 
-def encode(tokenizer: Any, prompt: str | list[dict]) -> list[int]:
-    """The tokens of a prompt: a text, or a list of chat messages, of which the last may be half an answer."""
-    if not isinstance(prompt, str):
-        check_messages(prompt)
-        more: dict[str, Any] = {"add_generation_prompt": True}
-        if prompt[-1]["role"] == "assistant":
-            more = {"continue_final_message": True}
-        return tokenizer.apply_chat_template(prompt, return_dict=False, **more)
-    tokens = tokenizer.encode(prompt)
-    start = tokens[:2] == [tokenizer.bos_token_id] * 2  # the text begins with a start token, too
-    end = len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id  # some tokenizers append one
-    return tokens[start : len(tokens) - end]
+def encode(tokenizer: Any, row: dict) -> list[int]:
+    """The tokens of a row's prompt: a text, or chat messages, of which the last may be half an answer.
+
+    A text gets the start token that the tokenizer puts before texts, once; not what it puts after them.
+    """
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        text = tokenizer.encode(prompt, add_special_tokens=False)
+        whole = tokenizer.encode(prompt)
+        for n in range(len(whole) - len(text) + 1):
+            if text and whole[n : n + len(text)] == text:
+                return text if text[:n] == whole[:n] else whole[:n] + text
+        return whole if text else whole[:1]
+    for message in prompt:  # many templates write nothing, or a Python object, for a missing or other content
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise Refused(f'a message is {{"role": "user", "content": "a text"}}, not {message!r:.200}')
+    half = prompt[-1]["role"] == "assistant"
+    how = {"continue_final_message": True} if half else {"add_generation_prompt": True}
+    how |= row.get("chat_template_kwargs") or {}
+    return tokenizer.apply_chat_template(prompt, return_dict=False, **how)
 
 
-def check_messages(messages: Any) -> None:
-    """Raise `ValueError` for what is not a list of chat messages with a role and a text each."""
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"a prompt is a text or a list of messages, not {messages!r}")
-    for message in messages:
-        is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
-        if not is_message or not isinstance(message.get("content"), str):
-            raise ValueError(f'a message is {{"role": "user", "content": "a text"}}, not {message!r}')
+def decode(task: Task, rows: list[dict], batch: Responses) -> list[str]:
+    """The texts of B responses, without special and stop tokens.
 
-
-def response_tokens(batch: Responses) -> list[list[int]]:
-    """The tokens of B responses, with the stop token."""
-    pairs = zip(batch.responses.tolist(), batch.mask.sum(1).tolist(), strict=True)
-    return [tokens[:length] for tokens, length in pairs]
-
-
-def decode(tokenizer: Any, batch: Responses) -> list[str]:
-    """The texts of B responses, without special tokens."""
-    return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in response_tokens(batch)]
+    After a text, this is what the response adds to it: alone, some tokenizers would drop a space before it.
+    """
+    options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    decoded, texts = partial(task.tokenizer.decode, **options), []
+    prompts, responses = unpad(batch.prompts, batch.prompt_mask), unpad(batch.responses, batch.mask)
+    for row, prompt, response in zip(rows, prompts, responses, strict=True):
+        tokens = response[:-1] if response[-1:] and response[-1] in task.stop_tokens else response
+        before = prompt if isinstance(row["prompt"], str) else []
+        text, whole = decoded(before), decoded(before + tokens)
+        texts.append(whole[len(text) :] if whole.startswith(text) else decoded(tokens))
+    return texts
 
 
 def tokenize(task: Task, rows: list[dict], texts: list[str], args: Args) -> Responses:
     """The prompts of these rows, and responses that are given as texts."""
     tokenizer, length = task.tokenizer, args.max_response_length
-    prompts = [encode(tokenizer, row["prompt"]) for row in rows]
+    prompts = [encode(tokenizer, row) for row in rows]
     responses = [[*tokenizer.encode(text), tokenizer.eos_token_id][:length] for text in texts]
     return Responses(*pad(prompts, "left", args.device), *pad(responses, "right", args.device))
 
@@ -863,96 +840,37 @@ def arguments_of_trl(rows: list[dict], texts: list[str], tokens: list[list[int]]
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(prompts, texts, strict=True)
     ]
-    columns = {key: [row.get(key) for row in rows] for row in rows for key in row}
-    columns.pop("prompt")
-    columns.pop("completion", None)
+    keys = dict.fromkeys(key for row in rows for key in row if key not in ("prompt", "completion"))
+    columns = {key: [row.get(key) for row in rows] for key in keys}
     return columns | {"prompts": prompts, "completions": completions, "completion_ids": tokens}
 
 
-def load_functions(names: tuple[str, ...]) -> dict[str, Callable]:
-    """The reward functions that --reward-function names. Raises `ValueError` for wrong names."""
-    functions = {}
-    for name in names:
-        try:
-            functions[name] = pkgutil.resolve_name(name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"--reward-function {name} is no module:function: {error}") from error
-    return functions
-
-
-def call_reward(
-    name: str, function: Callable, rows: list[dict], texts: list[str], tokens: list[list[int]]
-) -> Tensor:
-    """Rewards [B] of B responses by a function; NaN where it gives None.
+def call_functions(task: Task, rows: list[dict], batch: Responses, may_be_none: bool = False) -> dict:
+    """Rewards [B] of B responses by each reward function, in float64 on the CPU; NaN where it gives None.
 
     A function that has a parameter `tokens` gets the responses' tokens, too; one that has a parameter
-    `completions` is called as TRL does. Raises `ValueError` if the results are not B finite numbers or None.
+    `completions` is called as TRL does. Raises `ValueError` for what is not a finite number or None, and if
+    all functions give None for a response.
     """
-    count, rows, texts = len(texts), copy.deepcopy(rows), list(texts)  # a function may change what it gets
-    try:
-        signature = inspect.signature(function)
-        if "completions" in signature.parameters:
-            given = signature.bind(**arguments_of_trl(rows, texts, tokens))
-        elif "tokens" in signature.parameters:
-            given = signature.bind(rows, texts, tokens=tokens)
-        else:
-            given = signature.bind(rows, texts)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} cannot be called as a reward function: {error}") from None
-    results = function(*given.args, **given.kwargs)
-    if inspect.iscoroutine(results):
-        results.close()
-        raise ValueError(f"{name} is an async function: wrap it in one that calls asyncio.run")
-    values = results.tolist() if hasattr(results, "tolist") else results  # of PyTorch or NumPy
-    try:
-        if not isinstance(values, (list, tuple)):
-            raise TypeError
-        rewards = torch.tensor([math.nan if value is None else float(value) for value in values])
-        known = torch.tensor([value is not None for value in values])
-        if len(values) != count or not rewards[known].isfinite().all():
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name} must return {count} finite numbers, not {results!r:.200}") from None
-    return rewards
-
-
-def call_functions(task: Task, rows: list[dict], batch: Responses, may_be_none: bool = False) -> dict:
-    """Rewards [B] by each reward function. Raises `ValueError` if all of them give None for a response."""
-    texts, tokens = decode(task.tokenizer, batch), response_tokens(batch)
-    rewards = {}
+    texts, rewards = decode(task, rows, batch), {}
     for name, function in task.reward_functions.items():
-        rewards[name] = call_reward(name, function, rows, texts, copy.deepcopy(tokens))
-    if rewards and not may_be_none:
-        unknown = torch.stack(list(rewards.values())).isnan().all(0)
-        if unknown.any():
-            row = rows[int(unknown.nonzero()[0])]
-            raise ValueError(f"no function of {', '.join(rewards)} gives a reward for {row!r:.200}")
+        tokens, copies = unpad(batch.responses, batch.mask), copy.deepcopy(rows)  # they may be changed
+        parameters = inspect.signature(function).parameters
+        if "completions" in parameters:
+            values = function(**arguments_of_trl(copies, texts[:], tokens))
+        elif "tokens" in parameters:
+            values = function(copies, texts[:], tokens=tokens)
+        else:
+            values = function(copies, texts[:])
+        values = values.tolist() if hasattr(values, "tolist") else values  # of PyTorch or NumPy
+        known = [value for value in values if value is not None]
+        if len(values) != len(rows) or not all(map(math.isfinite, known)):
+            raise ValueError(f"{name} must return {len(rows)} finite numbers or None, not {values!r:.200}")
+        numbers = [math.nan if value is None else float(value) for value in values]
+        rewards[name] = torch.tensor(numbers, dtype=torch.float64)
+    if rewards and not may_be_none and (missing := torch.stack([*rewards.values()]).isnan().all(0)).any():
+        raise ValueError(f"no reward function gives a reward for {rows[missing.int().argmax()]!r:.200}")
     return rewards
-
-
-def check_functions(task: Task, may_be_none: bool = False) -> None:
-    """Try the reward functions on a prompt with two empty responses."""
-    nothing = torch.zeros(2, 0, dtype=torch.long)
-    call_functions(
-        task, task.prompts[:1] * 2, Responses(nothing, nothing > 0, nothing, nothing > 0), may_be_none
-    )
-
-
-def check_task(task: Task, may_have_none: bool = False) -> None:
-    """Raise `ValueError` for a task of a program that cannot be learnt."""
-    rows = [*task.prompts, *task.eval_prompts]
-    if not task.prompts or not all(isinstance(row, dict) and "prompt" in row for row in rows):
-        raise ValueError('a task needs prompts, which are dicts with a "prompt"')
-    if not task.reward_functions and not may_have_none:
-        raise ValueError("a task needs reward functions")
-    taken = {"episodes", "response", "row", "reward", "reward_model", "missing_eos"}  # in completions.jsonl
-    for name in taken & task.reward_functions.keys():
-        raise ValueError(f"a reward function cannot have the name {name}, which means something else")
-
-
-def without_nan(values: Tensor) -> list[float | None]:
-    """The numbers of a tensor [B], as JSON can have them."""
-    return [None if math.isnan(value) else value for value in values.tolist()]
 
 
 def evaluate(models: Models, task: Task, args: Args) -> dict[str, float]:
@@ -961,10 +879,10 @@ def evaluate(models: Models, task: Task, args: Args) -> dict[str, float]:
         return {}
     rows = task.eval_prompts[RANK::PROCESSES]
     responses, _ = generate(models.actor, task, rows, replace(args, temperature=args.eval_temperature))
-    rewards = score(models, task, rows, responses, args)
+    _, rewards = score(models, task, rows, responses, args)
     if not args.model:
-        rewards["gold"] = tastes(rows, decode(task.tokenizer, responses)).to(args.device)
-    return means_over_processes({f"eval/{name}": values for name, values in rewards.items()})
+        rewards["gold"] = tastes(rows, decode(task, rows, responses))
+    return means_over_processes({f"eval/{name}": values for name, values in rewards.items()}, args)
 
 
 def autocast(args: Args) -> torch.autocast:
@@ -974,11 +892,8 @@ def autocast(args: Args) -> torch.autocast:
 
 def use_device(args: Args) -> None:
     """Choose this process's GPU. With --bfloat16, it computes float32 in TF32: the last layer, above all."""
-    if args.device == "cuda" and torch.cuda.is_available():
-        number, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-        if number >= count:
-            raise ValueError(f"process {RANK} has no GPU: there are {count}")
-        torch.cuda.set_device(number)
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if args.device.startswith("cuda") and args.bfloat16:
         torch.set_float32_matmul_precision("high")
 
@@ -998,14 +913,67 @@ def sum_over_processes(x: Tensor) -> Tensor:
     return x
 
 
-# ------------------------------------------------- The built-in task ---------------------------------------
+# ------------------------------------------------- The built-in task ----------------------------------------
+
+
+class Block(nn.Module):
+    """A layer of GPT-2: attention, and a perceptron with one hidden layer; each is added to its input."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.hidden, self.output = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, visible: Tensor, past: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """x [B, T, W] after this layer, and all S keys and values; visible [B, 1, T, S] is the mask."""
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
+        query, keys, values = qkv.permute(2, 0, 3, 1, 4)
+        if past is not None:
+            keys, values = torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
+        attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible)
+        x = x + self.projection(attended.transpose(1, 2).flatten(2))
+        return x + self.output(F.gelu(self.hidden(self.norm2(x)), approximate="tanh")), (keys, values)
+
+
+class GPT(nn.Module):
+    """GPT-2 (Radford et al. 2019), to be called as models of transformers are."""
+
+    def __init__(self, vocabulary: int, width: int = 64, layers: int = 2, heads: int = 4, context: int = 32):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep=0):
+        """Hidden states [B, T, W] of input_ids, the last T of S tokens, and the last logits (0: all)."""
+        new, total = input_ids.shape[1], attention_mask.shape[1]
+        causal = torch.ones(new, total, dtype=torch.bool, device=input_ids.device).tril(total - new)
+        visible = attention_mask[:, None, None, :] & causal
+        hidden, cache = self.tokens(input_ids) + self.positions(position_ids), []
+        for block, past in zip(self.blocks, past_key_values or [None] * len(self.blocks), strict=True):
+            hidden, keys_values = block(hidden, visible, past)
+            cache.append(keys_values)
+        hidden = self.norm(hidden)
+        logits = hidden[:, -logits_to_keep:] @ self.tokens.weight.T
+        return SimpleNamespace(last_hidden_state=hidden, logits=logits, past_key_values=cache)
+
 
 PRODUCTS = {
     "hotel": ("room", "staff", "food"), "camera": ("lens", "screen", "battery"),
     "film": ("plot", "cast", "music"), "phone": ("screen", "sound", "battery"),
 }  # fmt: skip
+
+
 TONES, GOOD, BAD = ("praise", "pan", "weigh"), ("great", "lovely"), ("poor", "awful")
+
+
 WORDS = ["<pad>", "<stop>", ":", "the", "very", "and", "but", "please"]
+
+
 WORDS += [*TONES, *PRODUCTS, *sorted({word for words in PRODUCTS.values() for word in words}), *GOOD, *BAD]
 
 
@@ -1014,11 +982,11 @@ class WordTokenizer:
 
     bos_token_id, eos_token_id = None, 1
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [WORDS.index(word) for word in text.split()]
 
-    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
-        return " ".join(WORDS[i] for i in tokens if not (skip_special_tokens and i == self.eos_token_id))
+    def decode(self, tokens: list[int], **options: Any) -> str:
+        return " ".join(WORDS[token] for token in tokens)
 
 
 def make_reviews(args: Args) -> tuple[Models, Task]:
@@ -1062,7 +1030,7 @@ def write_review(rng: random.Random, row: dict) -> str:
 def human(row: dict, response: str) -> float:
     """The simulated human's taste: ±1 for the tone, 0.5 for each "very"; -2 for what is not a review."""
     clause = f"(?:very )?({'|'.join(GOOD + BAD)}) ({'|'.join(PRODUCTS[row['product']])})"
-    match = re.fullmatch(f"{clause}(?: (?:and|but) {clause})?", response)
+    match = re.fullmatch(f"{clause}(?: (?:and|but) {clause})?", response.strip())
     if not match or match[2] == match[4]:
         return -2.0
     kinds = {word in GOOD for word in (match[1], match[3]) if word}
@@ -1095,7 +1063,7 @@ def compare_responses(models: Models, task: Task, count: int, args: Args) -> Non
     """
     rows = [task.prompts[i] for i in torch.randint(len(task.prompts), (count,))]
     responses, _ = generate(models.actor, task, rows + rows, args)
-    texts = decode(task.tokenizer, responses)
+    texts = decode(task, rows + rows, responses)
     taste = tastes(rows + rows, texts)
     prefers_first = torch.rand(count) < torch.sigmoid(2 * (taste[:count] - taste[count:]))
     for i, row in enumerate(rows):
@@ -1148,89 +1116,95 @@ def fit(network: nn.Module, compute_loss: Callable, steps: int, learning_rate: f
     print(f"{name}: loss {loss.item():.2f}", flush=True)
 
 
-# ------------------------------------------------- Models of transformers ----------------------------------
+# ------------------------------------------------- Models of transformers -----------------------------------
 
 
 def load_task(args: Args) -> Task:
-    """The task that the flags name, without stop tokens. Raises `ValueError` for wrong prompts or rewards."""
-    from transformers import AutoConfig, AutoTokenizer
+    """The task that the flags name, without stop tokens."""
+    from transformers import AutoTokenizer
 
-    functions = load_functions(args.reward_function)
-    tokenizer, configs = AutoTokenizer.from_pretrained(args.model), [AutoConfig.from_pretrained(args.model)]
-    if args.reward_model:
-        configs.append(AutoConfig.from_pretrained(args.reward_model))
-        kinds = ", ".join(configs[1].architectures or ["an unknown kind"])
-        if "SequenceClassification" not in kinds:
-            raise ValueError(f"--reward-model must be a model for sequence classification, not {kinds}")
-        if configs[1].num_labels != 1:
-            raise ValueError(f"--reward-model must have 1 label, not {configs[1].num_labels} labels")
-        if AutoTokenizer.from_pretrained(args.reward_model).get_vocab() != tokenizer.get_vocab():
-            raise ValueError("--reward-model has other tokens than --model; wrap it as --reward-function")
-    contexts = [getattr(config.get_text_config(), "max_position_embeddings", None) for config in configs]
-    longest = min(context or sys.maxsize for context in contexts) - args.max_response_length
-    if longest < 1:
-        raise ValueError(f"--max-response-length leaves no token for a prompt: the contexts are {contexts}")
-    files = args.prompts, args.eval_prompts
-    prompts, held_out = (read_rows(file, tokenizer, longest) if file else [] for file in files)
-    if 0 < len(held_out) < PROCESSES:
-        raise ValueError(f"{args.eval_prompts} has fewer prompts than there are processes")
-    task = Task(tokenizer, [], prompts, held_out, functions)
-    check_functions(task, may_be_none=args.reward_model is not None)
-    return task
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    functions = {name: pkgutil.resolve_name(name) for name in args.reward_function}
+    return Task(tokenizer, [], read_rows(args.prompts), read_rows(args.eval_prompts), functions)
 
 
-def read_rows(file: str, tokenizer: Any, longest: int) -> list[dict]:
-    """The lines of a file of prompts. Raises `ValueError` for one that is wrong or too long."""
+def read_rows(file: str | None) -> list[dict]:
+    """The rows of a file with a line of JSON for each."""
     rows = []
-    try:
-        lines = Path(file).read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not in UTF-8: {error}") from error
+    lines = Path(file).read_text(encoding="utf-8-sig").split("\n") if file else []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict) or "prompt" not in row:
-                found = f"the keys {', '.join(row)}" if isinstance(row, dict) else f"{row!r:.100}"
-                raise ValueError(f'needed is {{"prompt": ...}} in JSON, and there are {found}')
-            length = len(encode(tokenizer, row["prompt"]))
-        except Exception as error:
-            raise ValueError(f"{file}, line {number}: {type(error).__name__}: {error}") from error
-        if not 0 < length <= longest:
-            limit = f"the model can take 1 to {longest}, with --max-response-length"
-            raise ValueError(f"{file}, line {number}: {length} tokens; {limit}")
-        rows.append(row)
-    if not rows:
-        raise ValueError(f"{file}, line 1: no prompt")
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise Refused(f"{file}, line {number}: {error}") from error
     return rows
 
 
-def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
-    """The models that the flags name, and the task with their stop tokens."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+def check_task(task: Task, args: Args) -> None:
+    """Raise `Refused` for prompts or a reward model that cannot be learnt from. Tries functions, too."""
+    from transformers import AutoConfig, AutoTokenizer
 
+    longest = context_length(str(args.model))
+    if args.reward_model:
+        config = AutoConfig.from_pretrained(args.reward_model)
+        kinds = ", ".join(config.architectures or ["an unknown kind"])
+        if "SequenceClassification" not in kinds or config.num_labels != 1:
+            wanted = "a model for sequence classification with 1 label"
+            raise Refused(f"--reward-model must be {wanted}, not {kinds} with {config.num_labels}")
+        its_tokens = AutoTokenizer.from_pretrained(args.reward_model).get_vocab()
+        if not task.tokenizer.get_vocab().items() <= its_tokens.items():
+            raise Refused("--reward-model has other tokens than --model; wrap it as --reward-function")
+        longest = min(longest, context_length(args.reward_model))
+    longest -= args.max_response_length
+    if not task.prompts or 0 < len(task.eval_prompts) < PROCESSES:
+        raise Refused("there are no prompts, or fewer prompts of the evaluation than processes")
+    for row in [*task.prompts, *task.eval_prompts]:
+        if not isinstance(row, dict) or "prompt" not in row:
+            raise Refused(f'{row!r:.200} is no {{"prompt": ...}}')
+        length = len(encode(task.tokenizer, row))
+        if not 0 < length <= longest:
+            limits = f"the models can take 1 to {longest}, with --max-response-length"
+            raise Refused(f"{row!r:.200} has {length} tokens; {limits}")
+    columns = {"episodes", "response", "row", "reward", "reward_model", "missing_eos"}  # completions.jsonl
+    if columns & task.reward_functions.keys() or not (task.reward_functions or args.reward_model):
+        raise Refused(f"reward functions are needed, which have other names than {columns}")
+    nothing = torch.zeros(2, 0, dtype=torch.long)  # two empty responses to the first prompt
+    empty = Responses(nothing, nothing > 0, nothing, nothing > 0)
+    call_functions(task, task.prompts[:1] * 2, empty, may_be_none=args.reward_model is not None)
+
+
+def context_length(name: str) -> int:
+    """How many tokens a model of transformers can take."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(name).get_text_config()
+    rotations = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    # Beyond its original context, longrope rotates all rows of a batch otherwise, short ones, too.
+    if "longrope" in str(rotations):
+        return config.original_max_position_embeddings
+    return getattr(config, "max_position_embeddings", None) or sys.maxsize
+
+
+def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
+    """The models that the flags name, and the task with their stop tokens. All are tried."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    check_task(task, args)
     # transformers 5.24 says that 5.40 renames this argument; the extra `rlhf` is for versions below.
     warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
-    folder = Path(args.model or "").resolve()  # adapters name it, wherever they are loaded
-    name = str(folder) if folder.exists() else args.model
-    options = {"dtype": torch.float32, "output_loading_info": True}
-    reference, loading = AutoModelForCausalLM.from_pretrained(name, **options)
-    if loading["missing_keys"]:  # transformers would make up numbers
-        raise RefusedError(f"--model {name} is no language model: it lacks {sorted(loading['missing_keys'])}")
-    reference.requires_grad_(False)
-    actor = make_trainable(reference, args, "CAUSAL_LM")
+    reference = load_network(AutoModelForCausalLM, str(args.model), task.tokenizer)
     reward_model, trunk = None, reference.base_model
-    head = nn.Linear(reference.config.get_text_config().hidden_size, 1, bias=False)
-    nn.init.zeros_(head.weight)  # the critic's values are 0 at first, or those of the reward model
     if args.reward_model:
-        model = AutoModelForSequenceClassification.from_pretrained(args.reward_model, dtype=torch.float32)
-        if not hasattr(model, "score"):
-            raise RefusedError(
-                f"--reward-model {args.reward_model} has no layer `score`: wrap it as a function"
-            )
-        trunk, head = model.base_model, model.score.float()
-        reward_model = ScalarModel(trunk, head).requires_grad_(False)
+        judge = load_network(AutoModelForSequenceClassification, args.reward_model, task.tokenizer)
+        trunk, head = judge.base_model, judge.score.float()
+        reward_model = ScalarModel(trunk, head)
+    else:
+        size = trunk(input_ids=torch.tensor([[1, 2]])).last_hidden_state.shape[-1]
+        head = nn.Linear(size, 1, bias=False)
+    logging.disable_progress_bar()  # they are for loading, not for each time that the model is saved
+    actor = make_trainable(reference, args, "CAUSAL_LM")
     critic = ScalarModel(make_trainable(trunk, args), copy.deepcopy(head).requires_grad_(True))
     if args.bfloat16:
         use_bfloat16(actor, reference)
@@ -1242,7 +1216,82 @@ def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
     in_parts = args.device != "cpu" and has_linear_head(models.actor, args)
     for network in filter(None, (models.actor, models.reference)):
         network.logits_in_parts = in_parts
+    check_actor(models.actor, task, args)
+    check_critic(models.critic, judge if args.reward_model else None, task, args)
+    if not args.reward_model:
+        nn.init.zeros_(models.critic.head.weight)  # its values are 0 at first, or those of the reward model
     return models, task._replace(stop_tokens=list(stop_tokens))
+
+
+def load_network(auto: Any, name: str, tokenizer: Any) -> Any:
+    """A frozen network in float32. Raises `Refused` if its files are not all that it needs, or are more."""
+    folder = Path(name).resolve()  # adapters name it, wherever they are loaded
+    if (folder / "adapter_config.json").exists():
+        raise Refused(f"{name} is an adapter: merge it first, as docs/language_models.md shows")
+    options = {"dtype": torch.float32, "output_loading_info": True}
+    network, loading = auto.from_pretrained(str(folder) if folder.exists() else name, **options)
+    if loading["missing_keys"]:  # transformers makes up numbers for these
+        raise Refused(f"{name} lacks {sorted(loading['missing_keys'])}, which {type(network).__name__} needs")
+    if loading["unexpected_keys"] and "CausalLM" in auto.__name__:  # of images, say
+        lost = sorted(loading["unexpected_keys"])
+        raise Refused(f"{name} has {lost[:3]}... ({len(lost)}), which would not be saved after training")
+    tokens, rows = max(tokenizer.get_vocab().values()) + 1, network.get_input_embeddings().num_embeddings
+    if tokens > rows:
+        raise Refused(f"{name} has embeddings of {rows} tokens, and the tokenizer has {tokens}")
+    return network.requires_grad_(False)
+
+
+def two_prompts(task: Task, args: Args) -> tuple[Tensor, Tensor]:
+    """A prompt of the task and its first half, padded: tokens [2, P] and their mask."""
+    tokens = max((encode(task.tokenizer, row) for row in task.prompts[:100]), key=len)[:256]
+    return pad([tokens, tokens[: len(tokens) // 2 + 1]], "left", args.device)
+
+
+def check_equal(name: str, padded: Tensor, alone: list[Tensor], args: Args) -> None:
+    """Raise `Refused` if outputs of rows that are padded are not those of each row alone."""
+    difference = (padded.float() - torch.stack(alone).float()).abs().max().item()
+    if not difference < (0.5 if args.bfloat16 else 1e-3):
+        wrong = "it may count padding as positions, or keep no past_key_values"
+        raise Refused(f"{name}: a row gives other outputs beside a longer one ({difference:.2g}): {wrong}")
+
+
+@torch.no_grad()
+def check_actor(actor: Any, task: Task, args: Args) -> None:
+    """Compare log π of two padded rows, in generation and in learning, with plain forward passes of each."""
+    prompts, prompt_mask = two_prompts(task, args)
+    responses, log_probs = prompts.new_zeros(2, 3), torch.zeros(2, 3, device=args.device)
+    mask = torch.zeros_like(responses, dtype=torch.bool)
+    alone = []
+    with autocast(args):
+        no_stop_tokens = prompts.new_zeros(0)
+        written = responses, mask, log_probs
+        write_responses(actor, prompts, prompt_mask, written, no_stop_tokens, args.temperature)
+        learnt = token_log_probs(actor, Responses(prompts, prompt_mask, responses, mask), args.temperature)
+        for prompt, kept, response in zip(prompts, prompt_mask, responses, strict=True):
+            tokens = torch.cat([prompt[kept], response])
+            logits = actor(input_ids=tokens.unsqueeze(0)).logits[0, -4:-1].float() / args.temperature
+            alone.append(torch.log_softmax(logits, 1).gather(1, response.unsqueeze(1)).squeeze(1))
+    check_equal("--model, learning", learnt, alone, args)
+    check_equal("--model, generation", log_probs, alone, args)
+
+
+@torch.no_grad()
+def check_critic(critic: ScalarModel, judge: Any, task: Task, args: Args) -> None:
+    """Compare the critic's values after two padded prompts with those of each prompt alone.
+
+    With a reward model, from which the critic begins, these are the scores that its own forward pass gives.
+    """
+    prompts, prompt_mask = two_prompts(task, args)
+    nothing = prompts[:, :0]
+    with autocast(args):
+        values = critic(Responses(prompts, prompt_mask, nothing, nothing > 0))[:, 0]
+        alone = []
+        for tokens in (prompt[kept].unsqueeze(0) for prompt, kept in zip(prompts, prompt_mask, strict=True)):
+            if judge is None:
+                alone.append(critic.head(critic.trunk(input_ids=tokens).last_hidden_state[0, -1].float())[0])
+            else:
+                alone.append(judge(input_ids=tokens).logits[0, 0])
+    check_equal("--reward-model" if args.reward_model else "the critic", values, alone, args)
 
 
 def make_trainable(frozen: nn.Module, args: Args, task_type: str | None = None) -> Any:
@@ -1295,11 +1344,7 @@ def without_autocast(forward: Callable, hidden: Tensor) -> Tensor:
         return forward(hidden.float())
 
 
-# ------------------------------------------------- Logging, checkpoints, command line ----------------------
-
-
-class RefusedError(ValueError):
-    """Settings that turn out to be wrong when models are loaded."""
+# ------------------------------------------------- Logging, checkpoints, command line -----------------------
 
 
 class Run:
@@ -1309,7 +1354,7 @@ class Run:
         self.args, self.models, self.optimizer, self.task = args, models, optimizer, task
         name = f"{Path(args.model or 'built-in').name}__{args.exp_name}__{args.seed}"
         name = re.sub(r"[^\w.-]+", "_", f"{name}__{datetime.now():%Y%m%d-%H%M%S-%f}")
-        self.path = Path(args.resume or Path("runs", name, "checkpoint.pt"))
+        self.path = Path(args.resume or Path("runs", name, "checkpoint.pt")).absolute()
         self.completions = self.path.with_name("completions.jsonl")
         self.start_time = self.last_save = time.monotonic()
         self.start, self.last_print = episodes, 0.0
@@ -1322,7 +1367,9 @@ class Run:
             wandb.init(name=folder.name, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
         stop_tokens = [task.tokenizer.decode([token]) for token in task.stop_tokens] or "none"
         print(f"{args.total_episodes:,.0f} responses, seed {args.seed}, stop tokens: {stop_tokens}")
-        print(f"trained: {what_is_trained(models.actor)}")
+        sizes = [p.numel() for p in models.actor.parameters() if p.requires_grad]
+        total = sum(p.numel() for p in models.actor.parameters())
+        print(f"trained: {sum(sizes):,} of {total:,} parameters ({sum(sizes) / total:.1%})")
         print(f"checkpoint {self.path}, curves: tensorboard --logdir runs", flush=True)
         self.writer = SummaryWriter(str(folder), purge_step=episodes)
         rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
@@ -1333,7 +1380,7 @@ class Run:
                 Path(folder, path.name).write_bytes(path.read_bytes())
         if self.completions.exists():  # the last line may be incomplete, if the process was killed
             lines = self.completions.read_bytes().split(b"\n")[:-1]
-            kept = [line + b"\n" for line in lines if episodes_of(line) < episodes]
+            kept = [line + b"\n" for line in lines if json.loads(line)["episodes"] < episodes]
             self.completions.write_bytes(b"".join(kept))
 
     def save(self, episodes: int) -> None:
@@ -1346,13 +1393,15 @@ class Run:
         weights = {name: p.detach() for name, p in named if p.requires_grad or not self.args.model}
         content = {"args": asdict(self.args), "episodes": episodes, "weights": weights}
         content["comparisons"] = self.models.comparisons
-        torch.save(content | {"optimizer": self.optimizer.state_dict()}, self.path.with_suffix(".tmp"))
-        self.path.with_suffix(".tmp").replace(self.path)
+        new = self.path.with_suffix(".tmp")
+        torch.save(content | {"optimizer": self.optimizer.state_dict()}, new)
+        torch.load(new, weights_only=True, mmap=True)  # what cannot be loaded fails now, not after hours
+        new.replace(self.path)
         if self.args.model:
             self.write_model("model")
 
     def save_after(self, error: BaseException, episodes: int) -> None:
-        """Save what is learnt after an error, or a second Ctrl-C: all gradient steps that were taken."""
+        """Save what is learnt after an error, or a second Ctrl-C: the gradient steps that were taken."""
         if RANK > 0:
             return
         self.save(episodes)
@@ -1414,78 +1463,32 @@ class Run:
             dist.destroy_process_group()
 
 
-def what_is_trained(actor: nn.Module) -> str:
-    """How many of a model's parameters are trained; also of its experts and of their routers, if any."""
-    shares = []
-    for kind, pattern in (
-        ("parameters", ""),
-        ("of experts", r"\.experts\."),
-        ("of routers", r"\.(gate|router)\."),
-    ):
-        found = [p for name, p in actor.named_parameters() if re.search(pattern, name)]
-        total, trained = sum(p.numel() for p in found), sum(p.numel() for p in found if p.requires_grad)
-        if total:
-            shares.append(f"{trained:,} of {total:,} {kind} ({trained / total:.1%})")
-    return ", ".join(shares)
-
-
-def episodes_of(line: bytes) -> float:
-    """The number of responses before this line of completions.jsonl was written; infinite if it is broken."""
-    try:
-        return json.loads(line)["episodes"]
-    except (ValueError, LookupError, TypeError):
-        return math.inf
-
-
 def load_checkpoint(path: str | Path) -> tuple[Args, dict]:
-    """The settings and the content of a checkpoint, of which tensors are read when they are used.
-
-    Raises `ValueError` for any other file.
-    """
+    """The settings and the content of a checkpoint, of which tensors are read when they are used."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return Args(**content["args"]), content
-    except Exception as error:
-        raise ValueError(f"{path} is not a checkpoint of this version of this script") from error
+    except pickle.UnpicklingError:  # its message tells how to execute the code in a file
+        content = {}
+    if "episodes" not in content or not content["args"].keys() <= vars(Args()).keys():
+        raise Refused(f"{path} is not a checkpoint of this version of this script")
+    return Args(**content["args"]), content
 
 
 def restore(path: str, models: Models, optimizer: Adam) -> int:
     """Continue the training in which this checkpoint was saved. Returns the number of responses so far."""
     _, content = load_checkpoint(path)
-    try:
-        models.load_state_dict(content["weights"], strict=not content["args"]["model"])
-        optimizer.load_state_dict(copy.deepcopy(content["optimizer"]))  # tensors in memory, not of the file
-    except (RuntimeError, ValueError) as error:
-        raise RefusedError(f"{path} is of a run with other networks: {error}") from error
+    models.load_state_dict(content["weights"], strict=not content["args"]["model"])
+    optimizer.load_state_dict(copy.deepcopy(content["optimizer"]))  # tensors in memory, not of the file
     models.comparisons = content.get("comparisons", [])  # checkpoints of earlier versions have none
     return content["episodes"]
 
 
-def check_bounds(args: Args) -> None:
-    """Raise `ValueError` where a setting is not of its type, or not within BOUNDS."""
-    types: dict[Any, Any] = {kind: kind for kind in (bool, int, str, str | None)}
-    types |= {float: int | float, float | None: int | float | None}  # 1 is a float, too
-    for name, kind in get_type_hints(Args).items():
-        value, choices = getattr(args, name), get_args(kind)
-        if get_origin(kind) is Literal and value not in choices:
-            raise ValueError(f"--{name.replace('_', '-')} must be {' or '.join(choices)}, not {value}")
-        is_flag = isinstance(value, bool) and kind is not bool  # True is an int, but it is not meant as 1
-        if is_flag or not isinstance(value, types.get(kind, object)):
-            expected = getattr(kind, "__name__", kind)
-            raise ValueError(f"--{name.replace('_', '-')} must be of type {expected}, not {value!r}")
-    for name, (low, high) in BOUNDS.items():
-        value, default = getattr(args, name), getattr(Args, name)
-        unused = value is None and default is None
-        if not unused and not low <= value <= high:
-            limits = f"from {low} to {high}" if high < math.inf else f"at least {low}"
-            raise ValueError(f"--{name.replace('_', '-')} must be {limits}, not {value}")
-
-
 def check(args: Args, task: Task | None = None) -> None:
-    """Raise `ValueError` for settings that cannot be right, before anything is written. Chooses the GPU."""
-    check_bounds(args)
-    if task:
-        check_task(task, may_have_none=args.reward_model is not None)
+    """Raise `Refused` for settings that would train wrongly, or have no effect."""
+    for name, (low, high) in BOUNDS.items():
+        value = getattr(args, name)
+        if value is not None and not low <= value <= high:  # NaN is refused, too
+            raise Refused(f"--{name.replace('_', '-')} must be from {low} to {high}, not {value}")
     judged = args.reward_model or args.reward_function
     others = args.eval_prompts or args.lora_rank or args.bfloat16 or args.max_response_length > 24
     for wrong, reason in [
@@ -1499,80 +1502,78 @@ def check(args: Args, task: Task | None = None) -> None:
         (len({*args.reward_function}) < len(args.reward_function), "--reward-function names one twice"),
         (args.kl_target and not args.kl_coef, "--kl-target needs a --kl-coef above 0, which it multiplies"),
         (args.model and args.reward_model_updates, "--reward-model-updates is for the built-in reviews"),
-        (args.model and Path(args.model, "adapter_config.json").exists(),
-         f"{args.model} is an adapter: merge it first, as docs/language_models.md shows"),
-        (args.track and not find_spec("wandb"), "--track needs: pip install wandb"),
-        (Path("runs").is_file(), "runs is a file, where a folder of that name is needed"),
     ]:  # fmt: skip
         if wrong:
-            raise ValueError(reason)
-    try:
-        use_device(args)  # first, or each process would take memory of the first GPU
-        torch.zeros((), device=args.device).item()
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {args.device} is not available; use cpu") from error
+            raise Refused(reason)
 
 
 def parse_args() -> Args:
     """The settings of the command line; with --resume, the others are the checkpoint's."""
-    if {"True", "False"} & {*sys.argv}:
-        raise ValueError("write --track or --no-track, for example, without True or False")
     flags = [word.partition("=")[0].replace("_", "-") for word in sys.argv]
-    if flags.count("--reward-function") > 1:
-        raise ValueError("--reward-function takes several functions, one after the other")
+    if flags.count("--reward-function") > 1:  # the last one would replace the others
+        raise Refused("--reward-function takes several functions, one after the other")
     parse = partial(tyro.cli, Args, description=__doc__.partition("\n  [")[0])
     args = parse(default=PRETRAINED if "--model" in flags else Args())
-    if args.resume:
-        saved, content = load_checkpoint(args.resume)
-        args = parse(default=replace(saved, reward_function=(), track=False))
-        if saved.reward_function and not args.reward_function:
-            raise ValueError(f"{args.resume} needs --reward-function {' '.join(saved.reward_function)} again")
-        if content["episodes"] >= args.total_episodes:
-            done = f"{content['episodes']:,} responses"
-            raise ValueError(f"{args.resume} has been trained on {done}: raise --total-episodes")
+    if not args.resume:
+        return args
+    path = Path(args.resume)
+    path = path / "checkpoint.pt" if path.is_dir() else path
+    saved, content = load_checkpoint(path)
+    args = replace(parse(default=replace(saved, reward_function=(), track=False)), resume=str(path))
+    if saved.reward_function and not args.reward_function:
+        raise Refused(f"{path} needs --reward-function {' '.join(saved.reward_function)} again")
+    if content["episodes"] >= args.total_episodes:
+        done = f"{content['episodes']:,} responses"
+        raise Refused(f"{path} has been trained on {done}: raise --total-episodes")
     return args
 
 
 def print_commands(args: Args, path: Path) -> None:
     """Say how to resume a run, to read its responses, and to check it."""
-    script = Path(sys.argv[0])
-    functions = f" --reward-function {' '.join(args.reward_function)}" if args.reward_function else ""
-    finished = load_checkpoint(path)[1]["episodes"] >= args.total_episodes
-    episodes = f" --total-episodes {2 * args.total_episodes:.0f}" if finished else ""
-    print(f"resume: python {script} --resume {path}{functions}{episodes}")
-    print(f"read:   tail -n 3 {path.with_name('completions.jsonl')}")
+    script, more = Path(sys.argv[0]), []
+    if args.reward_function:
+        more += ["--reward-function", *args.reward_function]
+    if load_checkpoint(path)[1]["episodes"] >= args.total_episodes:
+        more += ["--total-episodes", "MORE"]
+    print("resume:", shlex.join(["python", str(script), "--resume", str(path), *more]))
+    print("read:  ", shlex.join(["tail", "-n", "3", str(path.with_name("completions.jsonl"))]))
     if (coach := script.with_name("coach.py")).exists():  # not beside a copy
-        print(f"check:  python {coach} check {path.parent}")
+        print("check: ", shlex.join(["python", str(coach), "check", str(path.parent)]))
 
 
 def stop(*_: Any) -> None:
-    """End training after this iteration, and save; a second Ctrl-C stops at once."""
-    os.write(2, b"stopping after this iteration; a second Ctrl-C stops at once, without saving it\n")
+    """End training after this iteration, and save; a second Ctrl-C stops at once, and saves, too."""
+    os.write(2, b"stopping after this iteration; a second Ctrl-C stops at once; both save what is learnt\n")
     STOP.set()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    begun = time.monotonic()
+
+    def stop_at_once(*_: Any) -> None:
+        if time.monotonic() - begun > 1:  # sooner, it is the same Ctrl-C again, passed on by `timeout`
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, stop_at_once)
 
 
 def main() -> None:
-    """The command line. Invalid settings end with exit status 2, and a run that was stopped with 130."""
+    """The command line. The exit status is 2 for what is refused, and 130 for a run that was stopped."""
     sys.path.append(".")  # where the `module:` of --reward-function is looked for, too
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    STOP.clear()
     try:
         args = parse_args()
-        check(args)
-        task = load_task(args) if args.model else None
-    except (ValueError, OSError, ImportError, AttributeError) as error:
+        for number in handlers:
+            signal.signal(number, stop)
+        path = train(args)
+        if RANK == 0:
+            print_commands(args, path)
+    except Refused as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
-    STOP.clear()
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        path = train(args, task)
-    except RefusedError as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        sys.exit(2)
-    if RANK == 0:
-        print_commands(args, path)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     if STOP.is_set():
+        STOP.clear()
         sys.exit(130)
 
 

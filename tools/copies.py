@@ -26,7 +26,7 @@ ORIGINALS = {
     "ppo_lstm.py": "ppo.py",
     "grpo.py": "ppo_rlhf.py",
 }
-SHARED = {"ppo_rlhf.py": ("ppo.py", "STOP")}  # script: another original, and its units
+SHARED = {"ppo_rlhf.py": ("ppo.py", "STOP Refused")}  # script: another original, and its units
 DIFFERENT = {  # script: units of its original that differ there on purpose, or are absent
     "ppo_continuous.py": "BOUNDS mlp Agent.__init__ Agent.policy sample most_likely log_prob entropy "
     "kl_divergence Batch collect_rollout update batch_metrics train check_settings check_actions load_start "
@@ -51,7 +51,7 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "log_probs_and_entropy token_log_probs last_output score whiten token_rewards compute_gae Batch "
     "ppo_loss collect update adapted_kl_coef train evaluate PRODUCTS (TONES,GOOD,BAD) WORDS "
     "make_reviews write_review human tastes learn_to_write compare_responses learn_from_comparisons "
-    "update_reward_model fit load_task load_pretrained Run.save restore check",
+    "update_reward_model fit check_task load_pretrained check_critic Run.save restore check",
 }
 
 
