@@ -987,7 +987,7 @@ def plan(args: Plan, flags: list[str]) -> int:
     if choice.script == "ppo_gpu":
         script.check_envs(script.make_envs(settings), settings)
     elif "--model" in names:
-        script.load_task(settings)
+        script.check_task(script.load_task(settings), settings)
     language = hasattr(settings, "total_episodes")
     if args.check_env:
         if language or choice.script == "ppo_gpu":

@@ -1015,7 +1015,16 @@ def read_rows(file: str | None) -> list[dict]:
 
 def check_task(task: Task, args: Args) -> None:
     """Raise `Refused` for prompts that cannot be learnt from. Tries the reward functions, too."""
-    longest = context_length(str(args.model)) - args.max_response_length
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(args.model).get_text_config()
+    context = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    # Beyond its original context, longrope rotates all rows of a batch otherwise, short ones, too.
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if "longrope" in str(rope):
+        original = "original_max_position_embeddings"
+        context = getattr(config, original, None) or rope[original]
+    longest = context - args.max_response_length
     if not task.prompts or 0 < len(task.eval_prompts) < PROCESSES:
         raise Refused("there are no prompts, or fewer prompts of the evaluation than processes")
     for row in [*task.prompts, *task.eval_prompts]:
@@ -1030,18 +1039,6 @@ def check_task(task: Task, args: Args) -> None:
         raise Refused(f"reward functions are needed, which have other names than {columns}")
     nothing = torch.zeros(2, 0, dtype=torch.long)  # two empty responses to the first prompt
     call_functions(task, task.prompts[:1] * 2, Responses(nothing, nothing > 0, nothing, nothing > 0))
-
-
-def context_length(name: str) -> int:
-    """How many tokens a model of transformers can take."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(name).get_text_config()
-    rotations = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    # Beyond its original context, longrope rotates all rows of a batch otherwise, short ones, too.
-    if "longrope" in str(rotations):
-        return config.original_max_position_embeddings
-    return getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 
 def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
@@ -1086,38 +1083,27 @@ def load_network(auto: Any, name: str, tokenizer: Any) -> Any:
     return network.requires_grad_(False)
 
 
-def two_prompts(task: Task, args: Args) -> tuple[Tensor, Tensor]:
-    """A prompt of the task and its first half, padded: tokens [2, P] and their mask."""
-    tokens = max((encode(task.tokenizer, row) for row in task.prompts[:100]), key=len)[:256]
-    return pad([tokens, tokens[: len(tokens) // 2 + 1]], "left", args.device)
-
-
-def check_equal(name: str, padded: Tensor, alone: list[Tensor], args: Args) -> None:
-    """Raise `Refused` if outputs of rows that are padded are not those of each row alone."""
-    difference = (padded.float() - torch.stack(alone).float()).abs().max().item()
-    if not difference < (0.5 if args.bfloat16 else 1e-3):
-        wrong = "it may count padding as positions, or keep no past_key_values"
-        raise Refused(f"{name}: a row gives other outputs beside a longer one ({difference:.2g}): {wrong}")
-
-
 @torch.no_grad()
 def check_actor(actor: Any, task: Task, args: Args) -> None:
-    """Compare log π of two padded rows, in generation and in learning, with plain forward passes of each."""
-    prompts, prompt_mask = two_prompts(task, args)
-    responses, log_probs = prompts.new_zeros(2, 3), torch.zeros(2, 3, device=args.device)
-    mask = torch.zeros_like(responses, dtype=torch.bool)
-    alone = []
+    """Raise `Refused` unless two padded rows have the log π that a plain forward pass of each row has."""
+    rows = sorted((encode(task.tokenizer, row) for row in task.prompts[:100]), key=len)
+    prompts, prompt_mask = pad([rows[0], rows[-1]], "left", args.device)
+    responses = prompts.new_zeros(2, 3)
+    mask, sampled = responses > 0, torch.zeros(responses.shape, device=args.device)
+    written, no_stop_token = (responses, mask, sampled), prompts.new_zeros(0)
     with autocast(args):
-        no_stop_tokens = prompts.new_zeros(0)
-        written = responses, mask, log_probs
-        write_responses(actor, prompts, prompt_mask, written, no_stop_tokens, args.temperature)
+        write_responses(actor, prompts, prompt_mask, written, no_stop_token, args.temperature)
         learnt = token_log_probs(actor, Responses(prompts, prompt_mask, responses, mask), args.temperature)
-        for prompt, kept, response in zip(prompts, prompt_mask, responses, strict=True):
-            tokens = torch.cat([prompt[kept], response])
-            logits = actor(input_ids=tokens.unsqueeze(0)).logits[0, -4:-1].float() / args.temperature
-            alone.append(torch.log_softmax(logits, 1).gather(1, response.unsqueeze(1)).squeeze(1))
-    check_equal("--model, learning", learnt, alone, args)
-    check_equal("--model, generation", log_probs, alone, args)
+        for i in range(2):
+            tokens = torch.cat([prompts[i][prompt_mask[i]], responses[i]])
+            logits = actor(input_ids=tokens.unsqueeze(0), logits_to_keep=4).logits[0, -4:-1]
+            log_policy = torch.log_softmax(logits.float() / args.temperature, 1)
+            alone = log_policy.gather(1, responses[i].unsqueeze(1)).squeeze(1)
+            for where, log_probs in {"generation": sampled, "learning": learnt}.items():
+                error = (log_probs[i] - alone).abs().max().item()
+                if not error < (0.5 if args.bfloat16 else 1e-3):
+                    reason = "does it count padding as positions, or have no past_key_values?"
+                    raise Refused(f"--model: in {where}, padding changes log π by {error:.2g}: {reason}")
 
 
 def make_trainable(frozen: nn.Module, args: Args, task_type: str | None = None) -> Any:
@@ -1237,11 +1223,9 @@ class Run:
         """Write the model to best/, too, if its evaluation is the best so far, by the sum of its rewards."""
         if RANK > 0 or not (metrics and self.args.model):
             return
+        file = self.path.with_name("best") / "evaluation.json"
+        best = json.loads(file.read_text()) if file.exists() else {}
         evaluation = {"episodes": episodes, "sum": sum(metrics.values())} | metrics
-        try:
-            best = json.loads((self.path.with_name("best") / "evaluation.json").read_text())
-        except (OSError, ValueError):  # none so far
-            best = {}
         if best.keys() == evaluation.keys() and best["sum"] >= evaluation["sum"]:
             return
         self.write_model("best", evaluation)

@@ -99,7 +99,7 @@ STUDIES = [  # what matters most is first
 @functools.cache
 def base_models(task: str, seed: int) -> tuple[rlhf.Models, rlhf.Task]:
     """The models that the runs of a seed begin with, made as the command lines of the scripts make them."""
-    torch.manual_seed(seed)
+    rlhf.seed_everything(seed)
     if task == "reviews":
         return rlhf.make_reviews(rlhf.Args(seed=seed))
     made, sums = grpo.make_sums(grpo.Args(seed=seed, kl_coef=1))  # with a reference
@@ -115,7 +115,7 @@ def for_grpo(models: rlhf.Models, task: rlhf.Task, args: grpo.Args) -> tuple[grp
     def review_score(rows: list[dict], texts: list[str]) -> torch.Tensor:
         # A text of all 8 tokens had no stop token: `tokenize` adds one to shorter ones only.
         responses = rlhf.tokenize(task, rows, texts, rlhf.Args())
-        return torch.stack(list(rlhf.score(models, task, rows, responses, rlhf.Args()).values())).sum(0)
+        return rlhf.score(models, task, rows, responses, rlhf.Args())[0]
 
     functions = {"review_score": review_score} if models.reward_model else task.reward_functions
     reference = models.reference if args.kl_coef else None
@@ -138,10 +138,7 @@ class Recorder:
             self.seconds += time.process_time() - self.resumed
         if self.script is grpo:
             task = task._replace(reward_functions={"gold": self.judge})
-        # An evaluation that the command line would not make draws no random numbers from the run.
-        usual = self.script.Args().eval_every * self.args.batch_size
-        with torch.random.fork_rng(devices=[], enabled=self.episodes % usual > 0):
-            metrics = self.evaluate_policy(models, task, args)
+        metrics = self.evaluate_policy(models, task, args)
         point = {"episodes": self.episodes, "tokens": round(self.tokens), "seconds": self.seconds}
         score, kl = map(statistics.fmean, zip(*self.recent, strict=True)) if self.recent else ("", "")
         self.points.append(point | {"score": score, "kl": kl, "gold": metrics["eval/gold"]})

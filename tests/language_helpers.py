@@ -48,7 +48,7 @@ def wanted(rows, responses):
 
 def first_digit(rows, responses):
     """Reward a response with its first token."""
-    return [float(response[:1] or 0) for response in responses]
+    return [float(response.strip()[:1] or 0) for response in responses]
 
 
 def prompt_and_length(rows, responses):
@@ -78,11 +78,11 @@ class Digits:
 
     bos_token_id, eos_token_id = None, STOP
 
-    def encode(self, text):
+    def encode(self, text, add_special_tokens=True):
         return [int(word) for word in text.split()]
 
-    def decode(self, tokens, skip_special_tokens=False):
-        return " ".join(str(token) for token in tokens if not (skip_special_tokens and token == STOP))
+    def decode(self, tokens, **options):
+        return " ".join(map(str, tokens))
 
 
 def make_task(prompts, script=rlhf, **functions):
@@ -326,7 +326,7 @@ def share_of_an_update(script, folder):
     results = {
         "metrics": update(script, models, optimizer, share, args),
         "weights": flat(models.parameters()),
-        "mean": script.means_over_processes({"a": share.log_probs[:, 0]})["a"],
+        "mean": script.means_over_processes({"a": share.log_probs[:, 0]}, args)["a"],
         "masked_mean": script.masked_mean(share.log_probs, share.mask).item(),
     }
     if script is grpo:

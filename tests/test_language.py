@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from itertools import combinations_with_replacement, product
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -207,7 +208,7 @@ def test_at_a_ratio_of_1_sequence_ratios_have_the_gradient_of_token_ratios(every
 @pytest.mark.parametrize("scale", ["none", "group"])
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
 def test_group_advantages_equal_a_computation_in_numpy(scale, kl_in):
-    """Each group is computed by itself. Groups of equal scores are not scaled."""
+    """Each group is computed by itself. In one, all scores are equal."""
     scores, kl = np.random.default_rng(0).normal(3, [[2], [9]], size=(2, 24)).astype(np.float32)
     scores[4:8], kl[8:12] = 1.5, 2 * scores[8:12]
     args = grpo.Args(group_size=4, scale_rewards=scale, kl_in=kl_in, kl_coef=0.2)
@@ -218,7 +219,7 @@ def test_group_advantages_equal_a_computation_in_numpy(scale, kl_in):
         rewards = scores[group] - 0.2 * kl[group] * (kl_in == "reward")
         deviations = scores[group].std(ddof=1), rewards.std(ddof=1)
         larger.add(deviations[0] > deviations[1])
-        divisor = max(deviations) + 1e-4 if scale == "group" and start != 4 else 1
+        divisor = max(deviations) + 1e-4 if scale == "group" else 1
         np.testing.assert_allclose(result[group], (rewards - rewards.mean()) / divisor, rtol=1e-4, atol=1e-6)
     assert kl_in == "loss" or larger == {True, False}
 
@@ -471,7 +472,7 @@ def test_texts_get_a_stop_token_unless_they_are_cut_off():
     assert batch.prompt_mask.tolist() == [[True, True], [False, True]]
     assert batch.responses.tolist() == [[0, 2, STOP, 0], [2, 2, 2, 2]]
     assert batch.mask.tolist() == [[True, True, True, False], [True] * 4]
-    assert rlhf.decode(task.tokenizer, batch) == ["0 2", "2 2 2 2"]
+    assert rlhf.decode(task, task.prompts, batch) == [" 0 2", " 2 2 2 2"]
 
 
 @pytest.mark.parametrize(
@@ -524,9 +525,9 @@ def test_responses_that_have_ended_are_dropped_from_generation(folder):
 
 
 def test_greedy_responses_are_those_of_transformers(folder):
-    args = real_args(rlhf, folder, temperature=0.0)
+    args = real_args(rlhf, folder)
     models, task = shared.pretrained(rlhf, args)
-    batch, _ = rlhf.generate(models.eval().actor, task, task.prompts, args)
+    batch, _ = rlhf.generate(models.eval().actor, task, task.prompts, replace(args, temperature=0.0))
     for prompt, response in zip(*tokens_of(batch), strict=True):
         inputs = torch.tensor([prompt])
         more = {"attention_mask": torch.ones_like(inputs), "pad_token_id": STOP}
@@ -551,10 +552,11 @@ def test_each_stop_token_of_a_chat_model_ends_a_response(script, folder, tmp_pat
     last = [row[-1] for row in responses]
     assert {STOP, 5, 9} < set(last)
     if script is rlhf:
-        rewards = script.score(models, task, rows, batch, replace(args, missing_eos_penalty=9.0))
+        _, rewards = script.score(models, task, rows, batch, replace(args, missing_eos_penalty=9.0))
         assert rewards["missing_eos"].tolist() == [-9.0 * (token not in (STOP, 5, 9)) for token in last]
-    texts = script.decode(task.tokenizer, batch)
-    spelled = ["".join(shared.LETTERS[token] for token in row if token > STOP) for row in responses]
+    texts = script.decode(task, rows, batch)
+    ended = [row[:-1] if row[-1] in (STOP, 5, 9) else row for row in responses]
+    spelled = ["".join(shared.LETTERS[token] for token in row if token > STOP) for row in ended]
     assert [text.replace(" ", "") for text in texts] == spelled
 
 
@@ -568,18 +570,28 @@ def test_a_last_message_of_the_assistant_is_continued(folder):
     question = {"role": "user", "content": "bc"}
     texts = []
     for messages in ([question], [question, {"role": "assistant", "content": "de"}]):
-        texts.append("".join(shared.LETTERS[token] for token in rlhf.encode(tokenizer, messages)))
+        tokens = rlhf.encode(tokenizer, {"prompt": messages})
+        texts.append("".join(shared.LETTERS[token] for token in tokens))
     assert texts == ["ubcxa", "ubcxade"]
+    tokenizer.chat_template = "{{ 'yes' if enable_thinking else 'no' }}"  # arguments of a row's template
+    for thinks, text in ((True, "yes"), (False, "no")):
+        row = {"prompt": [question], "chat_template_kwargs": {"enable_thinking": thinks}}
+        assert "".join(shared.LETTERS[token] for token in rlhf.encode(tokenizer, row)) == text
 
 
-def test_a_prompt_has_one_start_token_and_no_end_token():
-    """The tokenizer appends an end token, and the prompt may begin with a start token, too."""
-    tokenizer = SimpleNamespace(bos_token_id=0, eos_token_id=1, encode=lambda text: [0, *map(int, text), 1])
-    assert rlhf.encode(tokenizer, "23") == [0, 2, 3]
-    assert rlhf.encode(tokenizer, "023") == [0, 2, 3]
-    tokenizer.encode = lambda text: list(map(int, text))
-    assert rlhf.encode(tokenizer, "23") == [2, 3]
-    assert rlhf.encode(tokenizer, "1") == [1]
+@pytest.mark.parametrize(("before", "after"), [([], []), ([0], []), ([], [1]), ([0], [1]), ([0, 5], [6, 1])])
+def test_a_prompt_has_the_start_tokens_of_its_tokenizer_once_and_not_its_end_tokens(before, after):
+    """The text may begin with the start tokens, too, and it may end with an end token of its own."""
+
+    def encode(text, add_special_tokens=True):
+        tokens = [int(letter) for letter in text]
+        return [*before, *tokens, *after] if add_special_tokens else tokens
+
+    tokenizer = SimpleNamespace(encode=encode)
+    for text, tokens in (("23", [2, 3]), ("231", [2, 3, 1]), ("1", [1]), ("2323", [2, 3, 2, 3])):
+        assert rlhf.encode(tokenizer, {"prompt": text}) == before + tokens
+        assert rlhf.encode(tokenizer, {"prompt": "".join(map(str, before)) + text}) == before + tokens
+    assert rlhf.encode(tokenizer, {"prompt": ""}) == (before + after)[:1]
 
 
 def test_sampling_that_disagrees_with_learning_stops_the_run():
@@ -587,7 +599,7 @@ def test_sampling_that_disagrees_with_learning_stops_the_run():
     difference, mask = torch.tensor([[0.1, -0.3, 9.0]]), torch.tensor([[True, True, False]])
     metrics = rlhf.check_sampling(difference, mask)
     assert list(metrics.values()) == pytest.approx([0.2, 0.3])
-    with pytest.raises(FloatingPointError, match="past_key_values"):
+    with pytest.raises(FloatingPointError, match="sampling"):
         rlhf.check_sampling(5 * difference, mask)
 
 
@@ -642,7 +654,7 @@ def test_collected_advantages_and_metrics_are_those_of_a_loop_over_responses(scr
         ref_log_probs = script.token_log_probs(models.reference, batch, temperature)
     torch.testing.assert_close(batch.log_probs[batch.mask], log_probs[batch.mask])
     prompts, responses = tokens_of(batch)
-    texts = [" ".join(str(token) for token in row if token != STOP) for row in responses]
+    texts = ["".join(f" {token}" for token in row if token != STOP) for row in responses]
     rows = [{"prompt": " ".join(map(str, prompt))} for prompt in prompts]
     assert (samples["row"], samples["response"]) == (rows, texts)
     assert {row["prompt"] for row in rows} == {"2 3", "0 2 2"}
@@ -680,7 +692,6 @@ def test_collected_advantages_and_metrics_are_those_of_a_loop_over_responses(scr
         groups = (scores - 0.25 * kl).reshape(-1, 4)
         deviations = np.maximum(groups.std(1, ddof=1), scores.reshape(-1, 4).std(1, ddof=1)) + 1e-4
         flat_groups = np.ptp(scores.reshape(-1, 4), 1) < 1e-6
-        deviations[flat_groups] = 1
         expected = (groups - groups.mean(1, keepdims=True)) / deviations[:, None]
         np.testing.assert_allclose(batch.advantages, expected.flatten(), atol=1e-4)
         assert all(len(set(map(tuple, prompts[i : i + 4]))) == 1 for i in range(0, 80, 4))
@@ -896,7 +907,7 @@ def test_a_model_of_transformers_learns_and_can_be_loaded(
             judge = transformers.AutoModelForSequenceClassification.from_pretrained(more["reward_model"])
             critic = flat(learnt[f"critic.trunk.{key}"] for key, _ in judge.base_model.named_parameters())
             moved = (critic - flat(judge.base_model.parameters())).abs().max().item()
-            assert moved == pytest.approx(4e-5, rel=0.3)
+            assert moved == pytest.approx(4e-4, rel=0.3)
     else:
         assert all("lora" in key or "head" in key for key in learnt)
     assert transformers.AutoTokenizer.from_pretrained(path.parent / "model").get_vocab()
@@ -937,6 +948,8 @@ def test_log_probs_are_those_of_the_logits(script, name, changes, linear, folder
     has_linear_head = script.has_linear_head
     monkeypatch.setattr(script, "has_linear_head", lambda model, _: has_linear_head(model, args))
     monkeypatch.setattr(script.Models, "to", lambda self, device: self)
+    for check in ("check_actor", "check_critic"):  # they need a GPU
+        monkeypatch.setattr(script, check, lambda *given: None, raising=False)
     models, _ = shared.pretrained(script, replace(args, device="cuda"))
     model = models.actor
     assert model.logits_in_parts == models.reference.logits_in_parts == linear
@@ -1112,7 +1125,7 @@ def test_rewards_and_completions_are_logged_and_evaluation_is_greedy(script, fol
         assert metrics["reward"][32 * i] == pytest.approx(np.sum(rewards) / 32)
     assert len(lines) == 64
     batch, _ = script.generate(models.eval().actor, task, test_rows, replace(args, temperature=0.0))
-    greedy = script.decode(task.tokenizer, batch)
+    greedy = script.decode(task, test_rows, batch)
     for rows, responses in evaluated:
         assert (rows, responses) == (test_rows, greedy)
     for name, function in zip(names, (shared.vowels, shared.wanted), strict=True):
@@ -1135,8 +1148,7 @@ def test_a_reward_function_may_change_its_rows_and_responses():
     batch = rlhf.tokenize(task, task.prompts, ["0", "2 2"], rlhf.Args())
     rewards = rlhf.call_functions(task, task.prompts, batch)
     assert task.prompts == make_task(["2 3", "2"]).prompts
-    expected = torch.tensor(prompt_and_length(task.prompts, ["0", "2 2"]))
-    torch.testing.assert_close(rewards["length"], expected)
+    assert rewards["length"].tolist() == prompt_and_length(task.prompts, [" 0", " 2 2"])
 
 
 @both
@@ -1157,9 +1169,11 @@ def test_reward_functions_may_be_those_of_trl_and_return_none(script, folder, tm
         if line[names[0]] is not None:
             assert line[names[0]] % 1 == pytest.approx(0.1 * line["response"].count("a"))
     args = real_args(script, folder, reward_function=names[:1])
-    refused(script, tmp_path / "other", args, "trl_reward gives a reward")
+    with pytest.raises(ValueError, match="no reward function gives a reward"):
+        script.train(args)
     refused(script, tmp_path / "other", replace(args, reward_function=names[1:] * 2), "twice")
-    evaluated = script.means_over_processes({"a": torch.tensor([math.nan]), "b": torch.ones(2)})
+    columns = {"a": torch.tensor([math.nan]), "b": torch.ones(2)}
+    evaluated = script.means_over_processes(columns, args)
     assert evaluated == {"b": 1.0}
 
 
@@ -1177,7 +1191,7 @@ def test_the_best_model_is_kept(folder, tmp_path, monkeypatch):
     rlhf.train(real_args(rlhf, folder, eval_every=10, resume=str(path), total_episodes=128))
     found = json.loads((best / "evaluation.json").read_text())
     assert (found["episodes"], found["eval/a"]) == (128, 7.0)
-    (best / "evaluation.json").write_text("")  # as a full disk leaves it
+    # An evaluation of other reward functions cannot be compared.
     monkeypatch.setattr(rlhf, "evaluate", lambda *given: {"eval/other": -9.0})
     rlhf.train(real_args(rlhf, folder, resume=str(path), total_episodes=160))
     assert json.loads((best / "evaluation.json").read_text())["eval/other"] == -9.0
@@ -1263,7 +1277,7 @@ def test_an_error_anywhere_loses_no_gradient_step(script, where, number, kind, f
         script.train(real_args(script, folder, num_minibatches=2))
     path = checkpoint_in(tmp_path)
     assert load(path)["episodes"] == 64
-    assert any(f"--resume {path.relative_to(tmp_path)}" in note for note in error.__notes__)
+    assert any(f"--resume {path}" in note for note in error.__notes__)
     content = load(path)
     content.pop("comparisons", None)  # as an earlier version wrote it
     torch.save(content, path)
@@ -1286,7 +1300,7 @@ def test_a_run_without_a_reference_cannot_be_resumed_with_a_kl_penalty(tmp_path,
     monkeypatch.setattr(grpo, "learn_to_write", lambda *given: None)
     args = grpo.Args(batch_size=32, num_minibatches=2, total_episodes=32)
     path = grpo.train(args)
-    with pytest.raises(grpo.RefusedError, match="reference"):
+    with pytest.raises(RuntimeError, match="reference"):
         grpo.train(replace(args, resume=str(path), total_episodes=64, kl_coef=0.1))
 
 
@@ -1328,16 +1342,13 @@ def test_two_processes_write_one_checkpoint_and_evaluate_like_one(folder, tmp_pa
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the test makes up GPUs")
 def test_each_process_has_a_gpu_of_its_own(monkeypatch):
-    """A process without a GPU is refused."""
     chosen = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    for number in ("1", "2"):
+    for number in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", number)
-        with pytest.raises(ValueError, match="is not available" if number == "1" else "has no GPU"):
-            grpo.check(grpo.Args(device="cuda"))  # chosen before it turns out that there is none here
-    assert chosen == [1]
+        with pytest.raises((AssertionError, RuntimeError)):  # chosen before it turns out that there is none
+            grpo.train(grpo.Args(device="cuda"))
+    assert chosen == [0, 1]
 
 
 # The built-in tasks
@@ -1415,8 +1426,9 @@ def test_the_optimum_is_that_of_an_enumeration_of_all_responses(everything):
     batch, actor, reference, _ = everything
     models, task = new_models(rlhf), make_task(["2 3"])
     args = rlhf.Args(max_response_length=LENGTH, missing_eos_penalty=0.5)
-    rewards = rlhf.score(models, task, task.prompts * 40, batch, args)
-    scores = (rewards["reward_model"] + rewards["missing_eos"]).double()
+    scores, rewards = rlhf.score(models, task, task.prompts * 40, batch, args)
+    assert torch.equal(scores, rewards["reward_model"] + rewards["missing_eos"])
+    scores = scores.double()
     log_probs, ref_log_probs = (sequence_log_probs(model, batch).detach() for model in (actor, reference))
     scores = scores - (ref_log_probs.exp() * scores).sum()  # the reference's mean is 0
     best = BETA * torch.logsumexp(ref_log_probs + scores / BETA, 0)
@@ -1461,17 +1473,18 @@ def refused(script, where, args, what, *more):
 
 PROMPTS = [  # lines of a file of prompts, and a part of the message
     (['{"prompt": "ab"}', '{"prompt": '], "line 2"),
-    (['{"prompt": 3}'], "line 1"),
-    (['{"messages": [], "id": 1}'], "the keys messages, id"),
+    (['{"messages": [], "id": 1}'], "'messages'"),
+    (['["prompt"]'], "['prompt']"),
     (['{"prompt": [{"role": "user", "value": "a"}]}'], "'value'"),
-    ([], "line 1"),
+    (['{"prompt": [{"role": "user", "content": ["a"]}]}'], "['a']"),
+    ([], "no prompts"),
     (['{"prompt": ""}'], "0 tokens"),
     (['{"prompt": "%s"}' % ("a" * 25)], "25 tokens"),
 ]
 
 
 @pytest.mark.parametrize(("lines", "what"), PROMPTS, ids=label)
-def test_wrong_prompts_are_refused_with_the_number_of_their_line(lines, what, folder, tmp_path):
+def test_wrong_prompts_are_refused_and_named(lines, what, folder, tmp_path):
     """Blank lines at the end are allowed."""
     path = tmp_path / "prompts.jsonl"
     args = real_args(grpo, folder, prompts=str(path))
@@ -1485,31 +1498,44 @@ async def asynchronous(rows, responses):
     return [1.0] * len(rows)
 
 
-FUNCTIONS = [  # reward functions of two responses, and a part of the message
-    (asynchronous, "asyncio.run"),
-    (lambda rows: [1.0, 1.0], "too many positional arguments"),
-    (lambda rows, texts: None, "must return 2 finite numbers"),
-    (lambda rows, texts: [1.0], "must return 2 finite numbers"),
-    (lambda rows, texts: [1.0, math.nan], "must return 2 finite numbers"),
-    (lambda rows, texts: ["a", "b"], "must return 2 finite numbers"),
+FUNCTIONS = [  # reward functions of two responses, and what is raised
+    (asynchronous, TypeError),
+    (lambda rows: [1.0, 1.0], TypeError),
+    (lambda rows, texts: None, TypeError),
+    (lambda rows, texts: [1.0], ValueError),
+    (lambda rows, texts: [1.0, math.nan], ValueError),
+    (lambda rows, texts: np.array([1.0, math.inf]), ValueError),
+    (lambda rows, texts: torch.ones(2, 1), TypeError),
+    (lambda rows, texts: ["1", "2"], TypeError),
+    (lambda rows, texts: [rows[0]["no_such_key"]] * 2, KeyError),
 ]
 
 
-@pytest.mark.parametrize(("function", "what"), FUNCTIONS, ids=label)
-def test_wrong_reward_functions_are_refused_by_name(function, what, folder, tmp_path, monkeypatch):
-    """They are tried before the model is loaded."""
+@pytest.mark.filterwarnings("ignore:coroutine")
+@pytest.mark.parametrize(("function", "error"), FUNCTIONS, ids=label)
+def test_wrong_reward_functions_fail_before_the_model_is_loaded(
+    function, error, folder, tmp_path, monkeypatch
+):
+    """A user's own bug keeps its traceback. There is no folder of the run yet."""
     monkeypatch.setattr(shared, "odd", function, raising=False)
-    args = real_args(grpo, folder, reward_function=("language_helpers:odd",))
-    refused(grpo, tmp_path, args, "language_helpers:odd")
-    with pytest.raises(ValueError, match=what):
-        grpo.load_task(args)
+    monkeypatch.setattr(grpo, "load_network", None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error) as raised:
+        grpo.train(real_args(grpo, folder, reward_function=("language_helpers:odd",)))
+    if error is ValueError:
+        assert "language_helpers:odd" in str(raised.value)
+    if error is KeyError:
+        assert raised.traceback[-1].path == Path(__file__)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("task", "what"), [
     (make_task([], first=first_digit), "prompts"),
     (make_task(["2"]), "reward functions"),
-    (make_task(["2"], row=first_digit), "name row"),
-    (make_task(["2"], first=first_digit)._replace(prompts=["2"]), "prompts"),
+    (make_task(["2"], row=first_digit), "row"),
+    (make_task(["2"], first=first_digit)._replace(prompts=["2"]), "prompt"),
+    (make_task(["2", "2 " * 25], first=first_digit), "25 tokens"),
+    (make_task(["2", ""], first=first_digit), "0 tokens"),
 ])  # fmt: skip
 def test_a_task_of_a_program_needs_prompts_and_reward_functions(task, what, folder):
     with pytest.raises(ValueError, match=what):
@@ -1527,20 +1553,17 @@ def test_bfloat16_and_a_task_of_a_program_need_a_model():
 def test_wrong_files_and_models_are_refused(folder, tmp_path):
     transformers = pytest.importorskip("transformers")
     args = real_args(grpo, folder)
-    (tmp_path / "latin").write_bytes('{"prompt": "\u00e9"}'.encode("latin1"))
-    refused(grpo, tmp_path, replace(args, prompts="latin"), "latin is not in UTF-8")
-    refused(grpo, tmp_path, replace(args, prompts="missing.jsonl"), "missing.jsonl")
-    refused(grpo, tmp_path, replace(args, max_response_length=32), "leaves no token")
+    refused(grpo, tmp_path, replace(args, max_response_length=32), "can take 1 to 0")
     refused(grpo, tmp_path, args, "one after the other", "--reward-function", "language_helpers:vowels")
     config = transformers.AutoConfig.from_pretrained(folder / "llama")
     transformers.LlamaModel(config).save_pretrained(tmp_path / "base")
     transformers.AutoTokenizer.from_pretrained(folder / "llama").save_pretrained(tmp_path / "base")
-    refused(grpo, tmp_path, replace(args, model="base"), "no language model")
+    refused(grpo, tmp_path, replace(args, model="base"), "base lacks ['lm_head.weight']")
     shutil.copytree(folder / "llama", tmp_path / "adapter")
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     refused(grpo, tmp_path, replace(args, model="adapter"), "merge it")
-    with mock.patch.object(grpo, "PROCESSES", 4), pytest.raises(ValueError, match="fewer prompts"):
-        grpo.load_task(args)
+    with mock.patch.object(grpo, "PROCESSES", 4), pytest.raises(grpo.Refused, match="fewer prompts"):
+        grpo.check_task(grpo.load_task(args), args)
 
 
 def test_wrong_reward_models_are_refused(folder, tmp_path):
@@ -1548,9 +1571,10 @@ def test_wrong_reward_models_are_refused(folder, tmp_path):
     transformers = pytest.importorskip("transformers")
     for name in ("tokens", "labels", "context"):
         shutil.copytree(folder / "llama-reward", tmp_path / name)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "llama")
-    tokenizer.add_tokens(["more"])
-    tokenizer.save_pretrained(tmp_path / "tokens")
+    file = tmp_path / "tokens" / "tokenizer.json"
+    text = file.read_text().replace('"a": 2', '"a": 3').replace('"b": 3', '"b": 2')
+    file.write_text(text)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "tokens").get_vocab()["a"] == 3
     config = json.loads((folder / "llama-reward" / "config.json").read_text())
     labels = {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
     (tmp_path / "labels" / "config.json").write_text(json.dumps(config | labels))
@@ -1570,7 +1594,7 @@ def test_a_checkpoint_of_another_script_or_without_its_reward_functions_is_refus
         (grpo.Args(), "not a checkpoint of this version"),
         (rlhf.Args(reward_function=(named,)), f"--reward-function {named}"),
     ):
-        torch.save({"args": vars(args)}, tmp_path / "checkpoint.pt")
+        torch.save({"args": vars(args), "episodes": 0}, tmp_path / "checkpoint.pt")
         done = command(rlhf, tmp_path, "--resume", "checkpoint.pt")
         assert (done.status, what in done.err) == (2, True), done.err
 
@@ -1583,8 +1607,6 @@ WRONG = [
     (grpo, {"learning_rate": -1.0}, "--learning-rate"),
     (grpo, {"kl_in": "loss"}, "--kl-coef"),
     (grpo, {"kl_in": "loss", "kl_coef": 0.1, "ratio": "sequence"}, "--ratio"),
-    (grpo, {"model": "x", "prompts": os.devnull, "reward_function": "math:missing"}, "missing"),
-    (grpo, {"resume": "missing.pt"}, "missing.pt"),
 ]
 
 
