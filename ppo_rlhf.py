@@ -510,11 +510,13 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
     This holds for this estimator only, k1 of [KL]: k3 in the reward has another gradient. In the loss, any
     estimator per token ignores the token's effect on the KL of later ones.
     """
-    rewards = -kl_coef * kl * mask
-    return rewards.scatter_add(1, mask.sum(1, keepdim=True) - 1, scores.unsqueeze(1))
+    penalties = -kl_coef * kl * mask
+    return penalties.scatter_add(1, mask.sum(1, keepdim=True) - 1, scores.unsqueeze(1))
 
 
-def compute_gae(rewards: Tensor, values: Tensor, mask: Tensor, gae_lambda: float) -> tuple[Tensor, Tensor]:
+def compute_gae(
+    rewards_per_token: Tensor, values: Tensor, mask: Tensor, gae_lambda: float
+) -> tuple[Tensor, Tensor]:
     """Advantages and returns [B, L] by generalised advantage estimation ([GAE], equations 11 to 16; γ = 1).
 
         δ_t = r_t + V_{t+1} - V_t
@@ -524,7 +526,7 @@ def compute_gae(rewards: Tensor, values: Tensor, mask: Tensor, gae_lambda: float
     V_t is the value before token t. After the last token, where the episode ends, V and A are 0.
     """
     values = values * mask
-    deltas = rewards + F.pad(values[:, 1:], (0, 1)) - values
+    deltas = rewards_per_token + F.pad(values[:, 1:], (0, 1)) - values
     advantages, advantage = torch.zeros_like(deltas), torch.zeros_like(deltas[:, 0])
     for t in reversed(range(deltas.shape[1])):
         advantage = deltas[:, t] + gae_lambda * advantage

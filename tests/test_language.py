@@ -1458,6 +1458,17 @@ def test_ppo_comes_close_to_the_optimum(tmp_path, monkeypatch):
     assert gold[-1] > gold[0] + 0.5
 
 
+def test_the_code_in_the_comparison_of_ppo_and_grpo_is_that_of_the_scripts():
+    page = (ROOT / "docs/ppo_and_grpo.md").read_text()
+    blocks = [block.partition("```")[0] for block in page.split("```python\n")[1:]]
+    assert len(blocks) == 3
+    for block in blocks:
+        script = "grpo.py" if block.startswith("# grpo.py") else "ppo_rlhf.py"
+        lines = [line.strip() for line in (ROOT / script).read_text().splitlines()]
+        missing = [x for x in block.splitlines() if not x.startswith("#") and x.strip() not in lines]
+        assert not missing
+
+
 # Refusals
 
 
