@@ -265,8 +265,8 @@ def write_responses(
         num_active = active.sum().item()
         if num_active == 0:
             break
-        layers = getattr(past, "layers", [])
-        can_select = layers and all(hasattr(layer, "batch_select_indices") for layer in layers)
+        kinds = {type(layer).__name__ for layer in getattr(past, "layers", [])}
+        can_select = kinds and kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"}
         if can_select and num_active <= len(rows) / 2:  # go on without the rows that have ended
             kept = active.nonzero().squeeze(1)
             past.batch_select_indices(kept)
@@ -1088,15 +1088,17 @@ def check_actor(actor: Any, task: Task, args: Args) -> None:
     """Raise `Refused` unless two padded rows have the log π that a plain forward pass of each row has."""
     rows = sorted((encode(task.tokenizer, row) for row in task.prompts[:100]), key=len)
     prompts, prompt_mask = pad([rows[0], rows[-1]], "left", args.device)
-    responses = prompts.new_zeros(2, 3)
-    mask, sampled = responses > 0, torch.zeros(responses.shape, device=args.device)
+    length = min(16, args.max_response_length)
+    responses, sampled = prompts.new_zeros(2, length), torch.zeros(2, length, device=args.device)
+    mask = responses > 0
     written, no_stop_token = (responses, mask, sampled), prompts.new_zeros(0)
     with autocast(args):
         write_responses(actor, prompts, prompt_mask, written, no_stop_token, args.temperature)
         learnt = token_log_probs(actor, Responses(prompts, prompt_mask, responses, mask), args.temperature)
         for i in range(2):
             tokens = torch.cat([prompts[i][prompt_mask[i]], responses[i]])
-            logits = actor(input_ids=tokens.unsqueeze(0), logits_to_keep=4).logits[0, -4:-1]
+            outputs = actor(input_ids=tokens.unsqueeze(0), logits_to_keep=length + 1)
+            logits = outputs.logits[0, -length - 1 : -1]
             log_policy = torch.log_softmax(logits.float() / args.temperature, 1)
             alone = log_policy.gather(1, responses[i].unsqueeze(1)).squeeze(1)
             for where, log_probs in {"generation": sampled, "learning": learnt}.items():

@@ -129,8 +129,8 @@ BUGS: dict[str, Bug] = {
         )
         | of(
             ("grpo",),
-            "group_advantages(scores, kl, args), learnt)",
-            "group_advantages(scores, kl, args).roll(1, 0), learnt)",
+            "group_advantages(scores, kl.cpu(), args)",
+            "group_advantages(scores, kl.cpu(), args).roll(1, 0)",
         )
     ),
     "rewards are negated": (
@@ -143,8 +143,8 @@ BUGS: dict[str, Bug] = {
         | of(("ppo_rlhf",), "compute_gae(rewards_per_token, values", "compute_gae(-rewards_per_token, values")
         | of(
             ("grpo",),
-            "group_advantages(scores, kl, args), learnt)",
-            "group_advantages(-scores, kl, args), learnt)",
+            "group_advantages(scores, kl.cpu(), args)",
+            "group_advantages(-scores, kl.cpu(), args)",
         )
     ),
     "acting and learning differ": (
