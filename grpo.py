@@ -120,7 +120,7 @@ class Args:  # the trailing comments become --help
     lora_rank: int = 0  # train adapters of this rank on frozen weights (needs peft); 0 trains all weights
 
 
-# Limits of the settings, both included. With more than 30 epochs, or ε above 0.3, the policy moves too far
+# Limits of the settings, both included. With more than 30 epochs, or a large ε, the policy moves too far
 # from the one that collected the data. To study what is refused, change this table in your program. A number
 # of your own in Args is checked once it has an entry here.
 BOUNDS = {
@@ -134,12 +134,10 @@ BOUNDS = {
 
 # The defaults with --model
 PRETRAINED = Args(
-    max_response_length=512,
-    eval_temperature=0.0,
-    learning_rate=1e-6,
-    micro_batch_size=64,
+    max_response_length=512, eval_temperature=0.0, learning_rate=1e-6, micro_batch_size=64,
     micro_batch_tokens=8192,
-)
+)  # fmt: skip
+
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # how many there are, and the number of this one (torchrun)
 RANK = int(os.environ.get("RANK", 0)) if PROCESSES > 1 else 0
 # Metrics to print, besides evaluations
@@ -160,7 +158,7 @@ class Task(NamedTuple):
     """What the actor is to learn."""
 
     tokenizer: Any
-    stop_tokens: list[int]  # each of them ends a response
+    stop_tokens: list[int]  # each of them ends a response; those of the model are added
     prompts: list[dict]  # rows: a "prompt", and what else the reward functions need
     eval_prompts: list[dict]  # held out
     reward_functions: dict[str, Callable]  # by name; of B rows and the texts of B responses
@@ -241,7 +239,7 @@ def sample(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     log_policy = torch.log_softmax(logits.float() / max(temperature, 1e-6), 1)
     noise = torch.empty_like(log_policy).exponential_()
     tokens = (log_policy.exp() / noise).argmax(1, keepdim=True)  # as `multinomial`, which reads from the GPU
-    if temperature == 0:  # and a division by 1e-6 is none by 0
+    if temperature == 0:  # 1e-6 above only avoids a division by 0
         tokens = logits.argmax(1, keepdim=True)
     return tokens, log_policy.gather(1, tokens)
 
@@ -273,81 +271,6 @@ def write_responses(
             rows, active, new, attention = rows[kept], active[kept], new[kept], attention[kept]
 
 
-def can_use_graphs(actor: Any, args: Args) -> bool:
-    """Whether `write_by_graph` can be used: on a GPU, if the model can have a cache of fixed size."""
-    if not (args.cuda_graphs and args.model and args.device.startswith("cuda")):
-        return False
-    from transformers.cache_utils import StaticCache, StaticLayer
-
-    config = actor.config
-    is_static = all(type(layer) is StaticLayer for layer in StaticCache(config, max_cache_len=8).layers)
-    return is_static and actor._can_compile_fullgraph and config._attn_implementation == "sdpa"
-
-
-def write_by_graph(
-    actor: Any, prompts: Tensor, prompt_mask: Tensor, written: tuple, stop_tokens: Tensor, temperature: float
-) -> None:
-    """As `write_responses`, but the third step is recorded as a CUDA graph, and replayed for all that follow.
-
-    For each token, a GPU waits for the CPU to start thousands of small computations; a graph starts them at
-    once. It repeats them on the same memory: all that changes from step to step is a tensor that is changed
-    in place.
-    """
-    from transformers import StaticCache
-
-    class Cache(StaticCache):
-        """Keys are kept in the precision of attention, as values are: there, autocast would round them."""
-
-        def update(self, keys: Tensor, values: Tensor, *others: Any, **more: Any) -> Any:
-            return super().update(keys.to(values.dtype), values, *others, **more)
-
-    responses, mask, log_probs = written
-    (size, prompt_length), length = prompts.shape, responses.shape[1]
-    capacity = math.ceil((prompt_length + length) / 8) * 8  # attention is fastest with a multiple of 8
-    cache = Cache(actor.config, max_cache_len=capacity)
-    visible = F.pad(prompt_mask, (0, capacity - prompt_length))  # [B, S], what is not padding, so far
-    token, position = prompts[:, -1:].clone(), prompt_mask.sum(1, keepdim=True) - 1
-    active = torch.ones(size, 1, dtype=torch.bool, device=prompts.device)
-    t = torch.zeros(1, dtype=torch.long, device=prompts.device)
-
-    def choose(logits: Tensor) -> None:
-        new, new_log_probs = sample(logits[:, -1], temperature)
-        responses.index_copy_(1, t, new)
-        mask.index_copy_(1, t, active)
-        log_probs.index_copy_(1, t, new_log_probs)
-        visible.index_copy_(1, prompt_length + t, active)
-        active.logical_and_((new != stop_tokens).all(1, keepdim=True))
-        token.copy_(new)
-        position.add_(1)
-        t.add_(1)
-
-    def step() -> None:
-        inputs = {"input_ids": token, "attention_mask": visible[:, None, None], "position_ids": position}
-        choose(actor(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits)
-
-    inputs = model_inputs(prompts, prompt_mask, cache, use_cache=True)
-    causal = torch.ones(prompt_length, capacity, dtype=torch.bool, device=prompts.device).tril()
-    itself = torch.eye(prompt_length, capacity, dtype=torch.bool, device=prompts.device)
-    # Padding sees itself: attention to nothing is not a number.
-    inputs["attention_mask"] = visible[:, None, None] & causal | itself
-    choose(actor(**inputs, logits_to_keep=1).logits)
-    next_step = step
-    for number in range(1, length):
-        if number % 16 == 0 and not active.any():
-            break
-        if number == 2:  # step 1 has set up memory, and autocast keeps the weights that it has rounded
-            next_step = record(step)
-        next_step()
-
-
-def record(step: Callable[[], None]) -> Callable[[], None]:
-    """Record a step as a CUDA graph, which has no effect yet. The result replays it."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 def ended(batch: Responses, task: Task) -> Tensor:
     """Whether each response [B] has a stop token. The others were cut off."""
     stop_tokens = torch.tensor(task.stop_tokens, device=batch.mask.device)
@@ -355,6 +278,24 @@ def ended(batch: Responses, task: Task) -> Tensor:
 
 
 # ------------------------------------------------- Log-probabilities ----------------------------------------
+
+
+def token_log_probs(model: Any, batch: Responses | Batch, temperature: float) -> Tensor:
+    """log π [B, L] of the responses' tokens, where π is the policy that acts, with its temperature."""
+    tokens = torch.cat([batch.prompts, batch.responses], 1)
+    inputs = model_inputs(tokens, torch.cat([batch.prompt_mask, batch.mask], 1))
+    length = batch.mask.shape[1]
+    # The output at each position is for the token after it. So the first is that at the prompt's last token.
+    if getattr(model, "logits_in_parts", False):
+        outputs, weight = (
+            model.get_decoder()(**inputs).last_hidden_state,
+            model.get_output_embeddings().weight,
+        )
+    else:
+        outputs, weight = model(**inputs, logits_to_keep=length + 1).logits, None  # or of all tokens
+    outputs, following = outputs[:, -length - 1 :].float(), F.pad(batch.responses, (0, 1))
+    log_probs = TokenLogProbs.apply(outputs.flatten(0, 1), weight, following.reshape(-1, 1), temperature)
+    return log_probs.view(following.shape)[:, :-1]  # after the last token, nothing follows
 
 
 class TokenLogProbs(torch.autograd.Function):
@@ -366,9 +307,7 @@ class TokenLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor | None, tokens: Tensor, temperature: float
-    ) -> Tensor:
+    def forward(ctx, hidden, weight, tokens, temperature):
         log_probs = torch.empty_like(tokens, dtype=hidden.dtype)
         log_z = torch.empty_like(log_probs)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -400,37 +339,14 @@ class TokenLogProbs(torch.autograd.Function):
         return hidden_gradient, weight_gradient, None, None
 
 
-def token_log_probs(model: Any, batch: Responses | Batch, temperature: float) -> Tensor:
-    """log π [B, L] of the responses' tokens, where π is the policy that acts, with its temperature."""
-    tokens = torch.cat([batch.prompts, batch.responses], 1)
-    inputs = model_inputs(tokens, torch.cat([batch.prompt_mask, batch.mask], 1))
-    length = batch.mask.shape[1]
-    # The output at each position is for the token after it. So the first is that at the prompt's last token.
-    if getattr(model, "logits_in_parts", False):
-        outputs = model.get_decoder()(**inputs).last_hidden_state[:, -length - 1 :]
-        weight = model.get_output_embeddings().weight
-    else:
-        outputs = model(**inputs, logits_to_keep=length + 1).logits  # of all tokens, if it keeps them all
-        weight = None
-    following = F.pad(tokens[:, 1:], (0, 1))[:, -outputs.shape[1] :].reshape(-1, 1)
-    log_probs = TokenLogProbs.apply(outputs.float().flatten(0, 1), weight, following, temperature)
-    return log_probs.view(outputs.shape[:2])[:, -length - 1 : -1]  # after the last token, nothing follows
-
-
 @torch.no_grad()
-def in_micro_batches(function: Callable[[Responses], Tensor], batch: Responses, args: Args) -> Tensor:
-    """The outputs [B, L] of a function of parts of a batch; 0 beyond what it returns for a part."""
-    outputs = torch.zeros(batch.mask.shape, device=args.device)
-    for rows, part in micro_batches(batch, torch.arange(len(outputs)), read_lengths(batch), args):
-        with autocast(args):
-            part_outputs = function(part)
-        outputs[rows, : part_outputs.shape[1]] = part_outputs
-    return outputs
-
-
 def all_log_probs(model: nn.Module, batch: Responses, args: Args) -> Tensor:
     """log π [B, L] of the responses' tokens, without gradients."""
-    return in_micro_batches(lambda part: token_log_probs(model, part, args.temperature), batch, args)
+    log_probs = torch.zeros(batch.mask.shape, device=args.device)
+    for rows, part in micro_batches(batch, torch.arange(len(log_probs)), read_lengths(batch), args):
+        with autocast(args):
+            log_probs[rows, : part.mask.shape[1]] = token_log_probs(model, part, args.temperature)
+    return log_probs
 
 
 def check_sampling(difference: Tensor, mask: Tensor) -> dict[str, float]:
@@ -467,14 +383,17 @@ def group_advantages(scores: Tensor, kl: Tensor, args: Args) -> Tensor:
     Without scaling, the expected gradient is (1 - 1/G) ∇J for J = E[s] - β KL(π ‖ π_ref), because r_i is part
     of its own baseline; the leave-one-out baseline of [RLOO] gives G/(G - 1) times these advantages. Scaling
     gives too easy and too hard prompts as much weight as others ([Dr. GRPO], §3.1). The deviation is that of
-    s, or of r if it is larger. It divides the KL, too, and so leaves J's optimum, where r is the same for all
-    responses to a prompt.
+    s. It divides the KL, too, so that J's optimum stays where it is: there, r is the same for all responses
+    to a prompt. Where r varies more than s, because of the KL, the deviation goes over to 1 (or to that of r,
+    if this is larger), so that equal scores do not make a small KL large.
     """
     scores, kl = scores.double().view(-1, args.group_size), kl.double().view(-1, args.group_size)
     penalized = scores - args.kl_coef * kl if args.kl_in == "reward" else scores
     advantages = penalized - penalized.mean(1, keepdim=True)
     if args.scale_rewards == "group":
-        deviation = torch.maximum(scores.std(1, keepdim=True), penalized.std(1, keepdim=True))
+        deviation, other = scores.std(1, keepdim=True), penalized.std(1, keepdim=True)
+        share = (deviation / other.clamp(min=1e-12)).clamp(max=1)
+        deviation = share * deviation + (1 - share) * other.clamp(min=1)
         advantages = advantages / (deviation + 1e-4)
     return advantages.flatten().float()
 
@@ -487,7 +406,8 @@ def loss_weights(mask: Tensor, num_tokens: Tensor, args: Args) -> Tensor:
         constant        1/(B L) Σ_it loss_it          [Dr. GRPO], §3.2; here, L is --max-response-length
 
     |o_i| is the number of tokens of response i. B and `num_tokens` = Σ_i |o_i| are of the whole minibatch,
-    over all micro-batches and processes; the mask may be of a part. The constant gives the gradient of E[r],
+    over all micro-batches and processes, with responses that --mask-truncated leaves out; the mask may be of
+    a part. The constant gives the gradient of E[r],
     divided by L. The mean over a sequence divides by its length, too: among right answers it favours the
     short, among wrong ones it spares the long ([Dr. GRPO], §3.1). The mean over tokens has the constant's
     direction, but minibatches of short responses weigh more.
@@ -524,11 +444,12 @@ def grpo_loss(log_probs: Tensor, batch: Batch, num_tokens: Tensor, args: Args) -
     ρ is the ratio π / π_old of the token, or by --ratio sequence exp(1/|o_i| Σ_t log(π / π_old)), which is
     the same for all tokens of a response ([GSPO], equation 7). KL_it is, by --kl-in, with x = π_ref / π,
 
-        reward    0; instead, β Σ_t log(π_old / π_ref), k1 of [KL], lowers the response's advantage
+        reward    0; instead, β Σ_t log(π_old / π_ref), k1 of [KL], lowers the response's score
         loss      k3 of [KL], x - 1 - log x ([GRPO], equation 4)
 
     k1 in the reward has the gradient of KL(π ‖ π_ref). k3 in the loss has, for each token, that of
-    KL(π_ref ‖ π), and does not see what a token does to the KL of those after it: it ends elsewhere.
+    KL(π_ref ‖ π), and does not see what a token does to the KL of those after it: training ends at another
+    policy.
     Loss and metrics of the parts of a minibatch add up to those of the minibatch.
     """
     log_ratio = token_log_ratio = (log_probs - batch.log_probs) * batch.mask
@@ -568,7 +489,7 @@ def next_prompts(prompts: list[dict], first: int, count: int, seed: int) -> list
     return rows
 
 
-def score(task: Task, rows: list[dict], batch: Responses) -> tuple[Tensor, dict[str, Tensor]]:
+def score(task: Task, rows: list[dict], batch: Responses) -> tuple[Tensor, dict]:
     """The scores [B] of B responses, in float64 on the CPU, and by function the rewards that they sum."""
     rewards = call_functions(task, rows, batch)
     return torch.stack(list(rewards.values())).nansum(0), rewards
@@ -605,7 +526,7 @@ def collect(models: Models, task: Task, args: Args, episodes: int = 0) -> tuple[
     learnt = has_ended if args.mask_truncated else torch.ones_like(has_ended)
     batch = Batch(*responses, log_probs, ref_log_probs, advantages, learnt)
 
-    means = {f"rewards/{name}": values for name, values in rewards.items()} | {
+    means = {f"rewards/{name}": numbers for name, numbers in rewards.items()} | {
         "reward": scores,
         "frac_reward_zero_std": groups.amax(1) == groups.amin(1),
         "completions/mean_length": mask.sum(1),
@@ -616,8 +537,8 @@ def collect(models: Models, task: Task, args: Args, episodes: int = 0) -> tuple[
     metrics = means_over_processes(means, args)
     metrics["entropy"] = -masked_mean(log_probs, mask).item()  # an estimate, in nats per token
     samples = {"response": decode(task, rows, responses), "row": rows, "reward": scores.tolist()}
-    for name, values in rewards.items():
-        samples[name] = [None if math.isnan(value) else value for value in values.tolist()]
+    for name, numbers in rewards.items():
+        samples[name] = [None if math.isnan(number) else number for number in numbers.tolist()]
     return batch, metrics | check_sampling(sampled_log_probs - log_probs, mask), samples
 
 
@@ -641,8 +562,7 @@ def update(actor: nn.Module, optimizer: Adam, batch: Batch, args: Args) -> dict[
                 loss.backward()
                 for name, value in metrics.items():
                     sums[name] = sums.get(name, 0) + value.detach()
-            for gradient in [p.grad for p in parameters if p.grad is not None]:
-                sum_over_processes(gradient)
+            sum_gradients(parameters)
             norms.append(clip_grad_norm_(parameters, args.max_grad_norm, error_if_nonfinite=True))
             optimizer.step()
             optimizer.zero_grad()  # now, so that no gradients take memory while responses are generated
@@ -689,7 +609,9 @@ def train(args: Args, task: Task | None = None) -> Path:
             run.keep_best(episodes, metrics)
             run.log(episodes, metrics, {})
     except BaseException as error:
-        run.save_after(error, episodes)
+        run.save(episodes)  # the gradient steps that were taken
+        if RANK == 0:
+            error.add_note(f"saved; to continue: --resume {run.path}")
         raise
     run.finish()
     return run.path
@@ -746,10 +668,9 @@ def encode(tokenizer: Any, row: dict) -> list[int]:
     for message in prompt:  # many templates write nothing, or a Python object, for a missing or other content
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise Refused(f'a message is {{"role": "user", "content": "a text"}}, not {message!r:.200}')
-    half = prompt[-1]["role"] == "assistant"
-    how = {"continue_final_message": True} if half else {"add_generation_prompt": True}
-    how |= row.get("chat_template_kwargs") or {}
-    return tokenizer.apply_chat_template(prompt, return_dict=False, **how)
+    how = "continue_final_message" if prompt[-1]["role"] == "assistant" else "add_generation_prompt"
+    options = {how: True} | (row.get("chat_template_kwargs") or {})
+    return tokenizer.apply_chat_template(prompt, return_dict=False, **options)
 
 
 def decode(task: Task, rows: list[dict], batch: Responses) -> list[str]:
@@ -761,7 +682,7 @@ def decode(task: Task, rows: list[dict], batch: Responses) -> list[str]:
     decoded, texts = partial(task.tokenizer.decode, **options), []
     prompts, responses = unpad(batch.prompts, batch.prompt_mask), unpad(batch.responses, batch.mask)
     for row, prompt, response in zip(rows, prompts, responses, strict=True):
-        tokens = response[:-1] if response[-1:] and response[-1] in task.stop_tokens else response
+        tokens = response[:-1] if response and response[-1] in task.stop_tokens else response
         before = prompt if isinstance(row["prompt"], str) else []
         text, whole = decoded(before), decoded(before + tokens)
         texts.append(whole[len(text) :] if whole.startswith(text) else decoded(tokens))
@@ -801,10 +722,9 @@ def call_functions(task: Task, rows: list[dict], batch: Responses, may_be_none: 
         parameters = inspect.signature(function).parameters
         if "completions" in parameters:
             values = function(**arguments_of_trl(copies, texts[:], tokens))
-        elif "tokens" in parameters:
-            values = function(copies, texts[:], tokens=tokens)
         else:
-            values = function(copies, texts[:])
+            more = {"tokens": tokens} if "tokens" in parameters else {}
+            values = function(copies, texts[:], **more)
         values = values.tolist() if hasattr(values, "tolist") else values  # of PyTorch or NumPy
         known = [value for value in values if value is not None]
         if len(values) != len(rows) or not all(map(math.isfinite, known)):
@@ -852,6 +772,15 @@ def sum_over_processes(x: Tensor) -> Tensor:
     if PROCESSES > 1:
         dist.all_reduce(x)
     return x
+
+
+def sum_gradients(parameters: list[Tensor]) -> None:
+    """Sum gradients over all processes, in place. One process alone may have used an expert."""
+    if PROCESSES > 1:
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
 
 
 # ------------------------------------------------- The built-in task ----------------------------------------
@@ -907,11 +836,7 @@ ONES = [
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
 ]  # fmt: skip
-
-
 TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-
-
 WORDS = ["<pad>", "<stop>", "plus", "=", "is", ",", "so", "hundred", *ONES, *TENS]
 
 
@@ -1055,7 +980,10 @@ def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
     if args.bfloat16:
         use_bfloat16(actor, frozen)
     ends = frozen.generation_config.eos_token_id  # chat models have one for the end of a turn, too
-    stop_tokens = {task.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    ends = [task.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
+    stop_tokens = {*task.stop_tokens, *ends} - {None}
+    if args.mask_truncated and not stop_tokens:
+        raise Refused("--mask-truncated would learn nothing: there is no stop token")
     models = Models(actor, frozen if args.kl_coef else None).to(args.device)
     # Logits in parts are computed twice. It saves memory and costs time: not on a CPU.
     in_parts = args.device != "cpu" and has_linear_head(models.actor, args)
@@ -1085,9 +1013,10 @@ def load_network(auto: Any, name: str, tokenizer: Any) -> Any:
 
 @torch.no_grad()
 def check_actor(actor: Any, task: Task, args: Args) -> None:
-    """Raise `Refused` unless two padded rows have the log π that a plain forward pass of each row has."""
+    """Raise `Refused` unless a short and a long row, padded, have the log π of a plain pass of each alone."""
     rows = sorted((encode(task.tokenizer, row) for row in task.prompts[:100]), key=len)
     prompts, prompt_mask = pad([rows[0], rows[-1]], "left", args.device)
+    prompts, prompt_mask = F.pad(prompts, (1, 0)), F.pad(prompt_mask, (1, 0))  # both are padded
     length = min(16, args.max_response_length)
     responses, sampled = prompts.new_zeros(2, length), torch.zeros(2, length, device=args.device)
     mask = responses > 0
@@ -1108,6 +1037,81 @@ def check_actor(actor: Any, task: Task, args: Args) -> None:
                     raise Refused(f"--model: in {where}, padding changes log π by {error:.2g}: {reason}")
 
 
+def can_use_graphs(actor: Any, args: Args) -> bool:
+    """Whether `write_by_graph` can be used: on a GPU, if the model can have a cache of fixed size."""
+    if not (args.cuda_graphs and args.model and args.device.startswith("cuda")):
+        return False
+    from transformers.cache_utils import StaticCache, StaticLayer
+
+    config = actor.config
+    is_static = all(type(layer) is StaticLayer for layer in StaticCache(config, max_cache_len=8).layers)
+    return is_static and actor._can_compile_fullgraph and config._attn_implementation == "sdpa"
+
+
+def write_by_graph(
+    actor: Any, prompts: Tensor, prompt_mask: Tensor, written: tuple, stop_tokens: Tensor, temperature: float
+) -> None:
+    """As `write_responses`, but the third step is recorded as a CUDA graph, and replayed for all that follow.
+
+    For each token, a GPU waits for the CPU to start thousands of small computations; a graph starts them at
+    once. It repeats them on the same memory: all that changes from step to step is a tensor that is changed
+    in place.
+    """
+    from transformers import StaticCache
+
+    class Cache(StaticCache):
+        """Keys are kept in the precision of attention, as values are: there, autocast would round them."""
+
+        def update(self, keys: Tensor, values: Tensor, *others: Any, **more: Any) -> Any:
+            return super().update(keys.to(values.dtype), values, *others, **more)
+
+    responses, mask, log_probs = written
+    (size, prompt_length), length = prompts.shape, responses.shape[1]
+    capacity = math.ceil((prompt_length + length) / 8) * 8  # attention is fastest with a multiple of 8
+    cache = Cache(actor.config, max_cache_len=capacity)
+    visible = F.pad(prompt_mask, (0, capacity - prompt_length))  # [B, S], what is not padding, so far
+    token, position = prompts[:, -1:].clone(), prompt_mask.sum(1, keepdim=True) - 1
+    active = torch.ones(size, 1, dtype=torch.bool, device=prompts.device)
+    t = torch.zeros(1, dtype=torch.long, device=prompts.device)
+
+    def choose(logits: Tensor) -> None:
+        new, new_log_probs = sample(logits[:, -1], temperature)
+        responses.index_copy_(1, t, new)
+        mask.index_copy_(1, t, active)
+        log_probs.index_copy_(1, t, new_log_probs)
+        visible.index_copy_(1, prompt_length + t, active)
+        active.logical_and_((new != stop_tokens).all(1, keepdim=True))
+        token.copy_(new)
+        position.add_(1)
+        t.add_(1)
+
+    def step() -> None:
+        inputs = {"input_ids": token, "attention_mask": visible[:, None, None], "position_ids": position}
+        choose(actor(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits)
+
+    inputs = model_inputs(prompts, prompt_mask, cache, use_cache=True)
+    causal = torch.ones(prompt_length, capacity, dtype=torch.bool, device=prompts.device).tril()
+    itself = torch.eye(prompt_length, capacity, dtype=torch.bool, device=prompts.device)
+    # Padding sees itself: attention to nothing is not a number.
+    inputs["attention_mask"] = visible[:, None, None] & causal | itself
+    choose(actor(**inputs, logits_to_keep=1).logits)
+    next_step = step
+    for number in range(1, length):
+        if number % 16 == 0 and not active.any():
+            break
+        if number == 2:  # step 1 has set up memory, and autocast keeps the weights that it has rounded
+            next_step = record(step)
+        next_step()
+
+
+def record(step: Callable[[], None]) -> Callable[[], None]:
+    """Record a step as a CUDA graph, which has no effect yet. The result replays it."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 def make_trainable(frozen: nn.Module, args: Args, task_type: str | None = None) -> Any:
     """A copy of a network, to be trained in float32. With LoRA, it shares the frozen weights."""
     shared = {id(p): p for p in frozen.parameters()} if args.lora_rank else {}
@@ -1115,9 +1119,10 @@ def make_trainable(frozen: nn.Module, args: Args, task_type: str | None = None) 
     if args.gradient_checkpointing:  # transformers' own method would need training mode, with dropout
         from transformers.modeling_layers import GradientCheckpointingLayer
 
+        options = {"use_reentrant": False, "preserve_rng_state": False}
         for layer in network.modules():
             if isinstance(layer, GradientCheckpointingLayer):
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+                layer.forward = partial(checkpoint, layer.forward, **options)
     if not args.lora_rank:
         return network.float().requires_grad_(True)
     from peft import LoraConfig, get_peft_model
@@ -1213,14 +1218,6 @@ class Run:
         if self.args.model:
             self.write_model("model")
 
-    def save_after(self, error: BaseException, episodes: int) -> None:
-        """Save what is learnt after an error, or a second Ctrl-C: the gradient steps that were taken."""
-        if RANK > 0:
-            return
-        self.save(episodes)
-        finished = episodes >= self.args.total_episodes
-        error.add_note("saved" if finished else f"saved; to continue: --resume {self.path}")
-
     def keep_best(self, episodes: int, metrics: dict[str, float]) -> None:
         """Write the model to best/, too, if its evaluation is the best so far, by the sum of its rewards."""
         if RANK > 0 or not (metrics and self.args.model):
@@ -1288,7 +1285,9 @@ def load_checkpoint(path: str | Path) -> tuple[Args, dict]:
 def restore(path: str, models: Models, optimizer: Adam) -> int:
     """Continue the training in which this checkpoint was saved. Returns the number of responses so far."""
     _, content = load_checkpoint(path)
-    models.load_state_dict(content["weights"], strict=not content["args"]["model"])
+    of_a_model = content["args"]["model"]  # frozen weights are not in the checkpoint
+    if models.load_state_dict(content["weights"], strict=not of_a_model).unexpected_keys:
+        raise Refused(f"{path} has weights of other names than the model: is a library newer, or a flag?")
     optimizer.load_state_dict(copy.deepcopy(content["optimizer"]))  # tensors in memory, not of the file
     return content["episodes"]
 
@@ -1303,10 +1302,10 @@ def check(args: Args, task: Task | None = None) -> None:
         value, choices = getattr(args, name), get_args(kind)
         if get_origin(kind) is Literal and value not in choices:
             raise Refused(f"--{name.replace('_', '-')} must be one of {choices}, not {value!r}")
-    divisors = args.group_size * PROCESSES, args.num_minibatches * PROCESSES
-    others = args.eval_prompts or args.lora_rank or args.bfloat16 or args.max_response_length > 24
+    divisor = math.lcm(args.group_size, args.num_minibatches) * PROCESSES
+    others = args.eval_prompts or args.lora_rank or args.bfloat16 or args.gradient_checkpointing
     for wrong, reason in [
-        (any(args.batch_size % number for number in divisors),
+        (args.batch_size % divisor,
          "--batch-size must be a multiple of --group-size and --num-minibatches, x processes"),
         (args.kl_in == "loss" and not args.kl_coef, "--kl-in loss needs a --kl-coef above 0"),
         (args.kl_in == "loss" and args.ratio == "sequence", "--ratio sequence cannot go with --kl-in loss"),
@@ -1314,8 +1313,8 @@ def check(args: Args, task: Task | None = None) -> None:
         (len({*args.reward_function}) < len(args.reward_function), "--reward-function names one twice"),
         (task is None and len({bool(args.model), bool(args.prompts), bool(args.reward_function)}) > 1,
          "--model, --prompts and --reward-function need each other"),
-        (not args.model and others,
-         "--eval-prompts, --lora-rank, --bfloat16 and a --max-response-length above 24 need --model"),
+        (not args.model and (others or args.max_response_length > 24),
+         "--eval-prompts, --lora-rank, --bfloat16, --gradient-checkpointing, more than 24 tokens need --model"),
     ]:  # fmt: skip
         if wrong:
             raise Refused(reason)

@@ -83,9 +83,7 @@ class Args:  # the trailing comments become --help
     model: str | None = None  # folder or name of a transformers model; None is for the built-in reviews
     prompts: str | None = None  # file with a line of JSON for each prompt
     eval_prompts: str | None = None  # the same for held-out prompts
-    reward_model: str | None = (
-        None  # folder or name of a model that scores sequences; it must know --model's tokens
-    )
+    reward_model: str | None = None  # folder or name of a model that scores texts of --model's tokens
     reward_function: tuple[str, ...] = ()  # functions of rows and responses, as module:function; summed
     max_response_length: int = 8  # longer responses are cut off, and have no stop token
     missing_eos_penalty: float = 2.0  # subtracted from the score of a response without a stop token
@@ -119,7 +117,7 @@ class Args:  # the trailing comments become --help
     lora_rank: int = 0  # train adapters of this rank on frozen weights (needs peft); 0 trains all weights
 
 
-# Limits of the settings, both included. With more than 30 epochs, or ε above 0.3, the policy moves too far
+# Limits of the settings, both included. With more than 30 epochs, or a large ε, the policy moves too far
 # from the one that collected the data. To study what is refused, change this table in your program. A number
 # of your own in Args is checked once it has an entry here.
 BOUNDS = {
@@ -138,6 +136,7 @@ PRETRAINED = Args(
     max_response_length=512, missing_eos_penalty=0.0, eval_temperature=0.0, learning_rate=1e-6,
     critic_learning_rate=1e-4, micro_batch_tokens=8192,
 )  # fmt: skip
+
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # how many there are, and the number of this one (torchrun)
 RANK = int(os.environ.get("RANK", 0)) if PROCESSES > 1 else 0
 # Metrics to print, besides evaluations
@@ -160,7 +159,7 @@ class Task(NamedTuple):
     """What the actor is to learn."""
 
     tokenizer: Any
-    stop_tokens: list[int]  # each of them ends a response
+    stop_tokens: list[int]  # each of them ends a response; those of the model are added
     prompts: list[dict]  # rows: a "prompt", and what else the reward functions need
     eval_prompts: list[dict]  # held out; of reviews, all prompts again
     reward_functions: dict[str, Callable]  # by name; of B rows and the texts of B responses
@@ -241,7 +240,7 @@ def sample(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     log_policy = torch.log_softmax(logits.float() / max(temperature, 1e-6), 1)
     noise = torch.empty_like(log_policy).exponential_()
     tokens = (log_policy.exp() / noise).argmax(1, keepdim=True)  # as `multinomial`, which reads from the GPU
-    if temperature == 0:  # and a division by 1e-6 is none by 0
+    if temperature == 0:  # 1e-6 above only avoids a division by 0
         tokens = logits.argmax(1, keepdim=True)
     return tokens, log_policy.gather(1, tokens)
 
@@ -273,81 +272,6 @@ def write_responses(
             rows, active, new, attention = rows[kept], active[kept], new[kept], attention[kept]
 
 
-def can_use_graphs(actor: Any, args: Args) -> bool:
-    """Whether `write_by_graph` can be used: on a GPU, if the model can have a cache of fixed size."""
-    if not (args.cuda_graphs and args.model and args.device.startswith("cuda")):
-        return False
-    from transformers.cache_utils import StaticCache, StaticLayer
-
-    config = actor.config
-    is_static = all(type(layer) is StaticLayer for layer in StaticCache(config, max_cache_len=8).layers)
-    return is_static and actor._can_compile_fullgraph and config._attn_implementation == "sdpa"
-
-
-def write_by_graph(
-    actor: Any, prompts: Tensor, prompt_mask: Tensor, written: tuple, stop_tokens: Tensor, temperature: float
-) -> None:
-    """As `write_responses`, but the third step is recorded as a CUDA graph, and replayed for all that follow.
-
-    For each token, a GPU waits for the CPU to start thousands of small computations; a graph starts them at
-    once. It repeats them on the same memory: all that changes from step to step is a tensor that is changed
-    in place.
-    """
-    from transformers import StaticCache
-
-    class Cache(StaticCache):
-        """Keys are kept in the precision of attention, as values are: there, autocast would round them."""
-
-        def update(self, keys: Tensor, values: Tensor, *others: Any, **more: Any) -> Any:
-            return super().update(keys.to(values.dtype), values, *others, **more)
-
-    responses, mask, log_probs = written
-    (size, prompt_length), length = prompts.shape, responses.shape[1]
-    capacity = math.ceil((prompt_length + length) / 8) * 8  # attention is fastest with a multiple of 8
-    cache = Cache(actor.config, max_cache_len=capacity)
-    visible = F.pad(prompt_mask, (0, capacity - prompt_length))  # [B, S], what is not padding, so far
-    token, position = prompts[:, -1:].clone(), prompt_mask.sum(1, keepdim=True) - 1
-    active = torch.ones(size, 1, dtype=torch.bool, device=prompts.device)
-    t = torch.zeros(1, dtype=torch.long, device=prompts.device)
-
-    def choose(logits: Tensor) -> None:
-        new, new_log_probs = sample(logits[:, -1], temperature)
-        responses.index_copy_(1, t, new)
-        mask.index_copy_(1, t, active)
-        log_probs.index_copy_(1, t, new_log_probs)
-        visible.index_copy_(1, prompt_length + t, active)
-        active.logical_and_((new != stop_tokens).all(1, keepdim=True))
-        token.copy_(new)
-        position.add_(1)
-        t.add_(1)
-
-    def step() -> None:
-        inputs = {"input_ids": token, "attention_mask": visible[:, None, None], "position_ids": position}
-        choose(actor(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits)
-
-    inputs = model_inputs(prompts, prompt_mask, cache, use_cache=True)
-    causal = torch.ones(prompt_length, capacity, dtype=torch.bool, device=prompts.device).tril()
-    itself = torch.eye(prompt_length, capacity, dtype=torch.bool, device=prompts.device)
-    # Padding sees itself: attention to nothing is not a number.
-    inputs["attention_mask"] = visible[:, None, None] & causal | itself
-    choose(actor(**inputs, logits_to_keep=1).logits)
-    next_step = step
-    for number in range(1, length):
-        if number % 16 == 0 and not active.any():
-            break
-        if number == 2:  # step 1 has set up memory, and autocast keeps the weights that it has rounded
-            next_step = record(step)
-        next_step()
-
-
-def record(step: Callable[[], None]) -> Callable[[], None]:
-    """Record a step as a CUDA graph, which has no effect yet. The result replays it."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 def ended(batch: Responses, task: Task) -> Tensor:
     """Whether each response [B] has a stop token. The others were cut off."""
     stop_tokens = torch.tensor(task.stop_tokens, device=batch.mask.device)
@@ -355,6 +279,27 @@ def ended(batch: Responses, task: Task) -> Tensor:
 
 
 # ------------------------------------------------- Log-probabilities and values -----------------------------
+
+
+def log_probs_and_entropy(model: Any, batch: Any, temperature: float) -> tuple[Tensor, Tensor]:
+    """log π of the responses' tokens and π's entropy at each, [B, L], where π acts with this temperature."""
+    tokens = torch.cat([batch.prompts, batch.responses], 1)
+    inputs = model_inputs(tokens, torch.cat([batch.prompt_mask, batch.mask], 1))
+    length = batch.mask.shape[1]
+    # The output at each position is for the token after it. So the first is that at the prompt's last token.
+    if getattr(model, "logits_in_parts", False):
+        outputs, weight = (
+            model.get_decoder()(**inputs).last_hidden_state,
+            model.get_output_embeddings().weight,
+        )
+    else:
+        outputs, weight = model(**inputs, logits_to_keep=length + 1).logits, None  # or of all tokens
+    outputs, following = outputs[:, -length - 1 :].float(), F.pad(batch.responses, (0, 1))
+    columns = TokenLogProbs.apply(outputs.flatten(0, 1), weight, following.reshape(-1, 1), temperature)
+    log_probs, entropy = (
+        column.view(following.shape)[:, :-1] for column in columns
+    )  # nothing follows the last
+    return log_probs, entropy
 
 
 class TokenLogProbs(torch.autograd.Function):
@@ -367,9 +312,7 @@ class TokenLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor | None, tokens: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx, hidden, weight, tokens, temperature):
         log_probs = torch.empty_like(tokens, dtype=hidden.dtype)
         log_z, entropy = torch.empty_like(log_probs), torch.empty_like(log_probs)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -409,25 +352,6 @@ class TokenLogProbs(torch.autograd.Function):
         return hidden_gradient, weight_gradient, None, None
 
 
-def log_probs_and_entropy(model: Any, batch: Any, temperature: float) -> tuple[Tensor, Tensor]:
-    """log π of the responses' tokens and π's entropy at each, [B, L], where π acts with this temperature."""
-    tokens = torch.cat([batch.prompts, batch.responses], 1)
-    inputs = model_inputs(tokens, torch.cat([batch.prompt_mask, batch.mask], 1))
-    length = batch.mask.shape[1]
-    # The output at each position is for the token after it. So the first is that at the prompt's last token.
-    if getattr(model, "logits_in_parts", False):
-        outputs = model.get_decoder()(**inputs).last_hidden_state[:, -length - 1 :]
-        weight = model.get_output_embeddings().weight
-    else:
-        outputs = model(**inputs, logits_to_keep=length + 1).logits  # of all tokens, if it keeps them all
-        weight = None
-    following = F.pad(tokens[:, 1:], (0, 1))[:, -outputs.shape[1] :].reshape(-1, 1)
-    columns = TokenLogProbs.apply(outputs.float().flatten(0, 1), weight, following, temperature)
-    # After the last token, nothing follows.
-    log_probs, entropy = (column.view(outputs.shape[:2])[:, -length - 1 : -1] for column in columns)
-    return log_probs, entropy
-
-
 def token_log_probs(model: nn.Module, batch: Responses | Batch, temperature: float) -> Tensor:
     """log π [B, L] of the responses' tokens, where π is the policy that acts, with its temperature."""
     return log_probs_and_entropy(model, batch, temperature)[0]
@@ -456,7 +380,7 @@ def last_output(model: nn.Module, batch: Responses) -> Tensor:
 
 @torch.no_grad()
 def in_micro_batches(function: Callable[[Responses], Tensor], batch: Responses, args: Args) -> Tensor:
-    """The outputs [B, L] of a function of parts of a batch; 0 beyond what it returns for a part."""
+    """The outputs of a function of parts of a batch, [B, L] with zeros beyond what it returns for a part."""
     outputs = torch.zeros(batch.mask.shape, device=args.device)
     for rows, part in micro_batches(batch, torch.arange(len(outputs)), read_lengths(batch), args):
         with autocast(args):
@@ -502,7 +426,7 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """Rewards [B, L] from scores [B] and kl = log π - log π_ref [B, L] ([RLHF], eq. 2, but its last term).
+    """Rewards [B, L] from scores [B] and kl = log π - log π_ref [B, L] ([RLHF], eq. 2, without pretraining).
 
         r_t = -β kl_t, plus the score at the last token
 
@@ -550,15 +474,15 @@ class Batch(NamedTuple):
 def ppo_loss(models: Models, batch: Batch, num_tokens: Tensor, args: Args) -> tuple[Tensor, dict]:
     """The loss to minimise ([PPO], equation 9, negated), and metrics.
 
-        loss_t = -min(r_t A_t, clip(r_t, 1 - ε, 1 + ε) A_t) + ½ (V_t - return_t)² - c₂ H_t
+        loss_t = -min(ρ_t A_t, clip(ρ_t, 1 - ε, 1 + ε) A_t) + ½ (V_t - return_t)² - c₂ H_t
 
     Loss and metrics are divided by the whole minibatch's number of tokens, so that those of its parts add up
     to means. The value loss needs no weight c₁: actor and critic have weights and rates of their own.
     """
     log_probs, entropy = log_probs_and_entropy(models.actor, batch, args.temperature)
     log_ratio = (log_probs - batch.log_probs) * batch.mask
-    ratio = log_ratio.exp()  # r(θ) = π(a|s) / π_old(a|s)
-    # L^CLIP = E[min(r A, clip(r, 1 - ε, 1 + ε) A)] ([PPO], equation 7)
+    ratio = log_ratio.exp()  # ρ = π(a|s) / π_old(a|s), which is r(θ) in [PPO]
+    # L^CLIP = E[min(ρ A, clip(ρ, 1 - ε, 1 + ε) A)] ([PPO], equation 7)
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = -torch.min(ratio * batch.advantages, clipped_ratio * batch.advantages)
 
@@ -598,9 +522,7 @@ def next_prompts(prompts: list[dict], first: int, count: int, seed: int) -> list
     return rows
 
 
-def score(
-    models: Models, task: Task, rows: list[dict], batch: Responses, args: Args
-) -> tuple[Tensor, dict[str, Tensor]]:
+def score(models: Models, task: Task, rows: list[dict], batch: Responses, args: Args) -> tuple[Tensor, dict]:
     """The scores [B] of B responses, and by name the rewards that they sum.
 
     These are the reward model's, those of the functions, and the penalty for a missing stop token.
@@ -625,7 +547,7 @@ def collect(models: Models, task: Task, args: Args, episodes: int = 0) -> tuple[
         prompts     [[5, 6, 7], [-, 8, 9]]          prompt_mask   [[1, 1, 1], [0, 1, 1]]
         responses   [[3, stop, -], [4, 4, stop]]    mask          [[1, 1, 0], [1, 1, 1]]
         kl          [[0.5, 0, -], [0, -1, 0]]       log π - log π_ref of each token
-        rewards     [[-0.05, 1, -], [0, 0.1, 0]]    -β kl, and the score at the last token
+        per token   [[-0.05, 1, -], [0, 0.1, 0]]    rewards: -β kl, and the score at the last token
         values      [[0.2, 0.4, -], [0.3, 0, 0]]    of the critic, before each token
         advantages  [[0.75, 0.6, -], [-0.2, 0.1, 0]]    sum of the rewards from here, less the value
         returns     [[0.95, 1, -], [0.1, 0.1, 0]]   what the critic is to predict
@@ -646,7 +568,7 @@ def collect(models: Models, task: Task, args: Args, episodes: int = 0) -> tuple[
     advantages, returns = compute_gae(rewards_per_token, values, mask, args.gae_lambda)
     batch = Batch(*responses, log_probs, values, whiten(advantages, mask), returns)
 
-    means = {f"rewards/{name}": values for name, values in rewards.items()} | {
+    means = {f"rewards/{name}": numbers for name, numbers in rewards.items()} | {
         "reward": scores,
         "objective/kl": kl.sum(1),  # in nats per response
         "objective/rlhf_reward": scores - args.kl_coef * kl.sum(1),
@@ -660,8 +582,8 @@ def collect(models: Models, task: Task, args: Args, episodes: int = 0) -> tuple[
         "val/explained_variance": 1 - (error / (spread + 1e-8)).item(),
     }
     samples = {"response": decode(task, rows, responses), "row": rows, "reward": scores.tolist()}
-    for name, values in rewards.items():
-        samples[name] = [None if math.isnan(value) else value for value in values.tolist()]
+    for name, numbers in rewards.items():
+        samples[name] = [None if math.isnan(number) else number for number in numbers.tolist()]
     return batch, metrics | check_sampling(sampled_log_probs - log_probs, mask), samples
 
 
@@ -684,8 +606,7 @@ def update(models: Models, optimizer: Adam, batch: Batch, args: Args) -> dict[st
                 for name, value in metrics.items():
                     sums[name] = sums.get(name, 0) + value
             for name, group in zip(("grad_norm", "critic_grad_norm"), optimizer.param_groups, strict=True):
-                for gradient in [p.grad for p in group["params"] if p.grad is not None]:
-                    sum_over_processes(gradient)
+                sum_gradients(group["params"])
                 norm = clip_grad_norm_(group["params"], args.max_grad_norm, error_if_nonfinite=True)
                 sums[name] = sums.get(name, 0) + norm / PROCESSES
             optimizer.step()
@@ -748,7 +669,9 @@ def train(args: Args, task: Task | None = None) -> Path:
             run.keep_best(episodes, metrics)
             run.log(episodes, metrics, {})
     except BaseException as error:
-        run.save_after(error, episodes)
+        run.save(episodes)  # the gradient steps that were taken
+        if RANK == 0:
+            error.add_note(f"saved; to continue: --resume {run.path}")
         raise
     run.finish()
     return run.path
@@ -805,10 +728,9 @@ def encode(tokenizer: Any, row: dict) -> list[int]:
     for message in prompt:  # many templates write nothing, or a Python object, for a missing or other content
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise Refused(f'a message is {{"role": "user", "content": "a text"}}, not {message!r:.200}')
-    half = prompt[-1]["role"] == "assistant"
-    how = {"continue_final_message": True} if half else {"add_generation_prompt": True}
-    how |= row.get("chat_template_kwargs") or {}
-    return tokenizer.apply_chat_template(prompt, return_dict=False, **how)
+    how = "continue_final_message" if prompt[-1]["role"] == "assistant" else "add_generation_prompt"
+    options = {how: True} | (row.get("chat_template_kwargs") or {})
+    return tokenizer.apply_chat_template(prompt, return_dict=False, **options)
 
 
 def decode(task: Task, rows: list[dict], batch: Responses) -> list[str]:
@@ -820,7 +742,7 @@ def decode(task: Task, rows: list[dict], batch: Responses) -> list[str]:
     decoded, texts = partial(task.tokenizer.decode, **options), []
     prompts, responses = unpad(batch.prompts, batch.prompt_mask), unpad(batch.responses, batch.mask)
     for row, prompt, response in zip(rows, prompts, responses, strict=True):
-        tokens = response[:-1] if response[-1:] and response[-1] in task.stop_tokens else response
+        tokens = response[:-1] if response and response[-1] in task.stop_tokens else response
         before = prompt if isinstance(row["prompt"], str) else []
         text, whole = decoded(before), decoded(before + tokens)
         texts.append(whole[len(text) :] if whole.startswith(text) else decoded(tokens))
@@ -860,10 +782,9 @@ def call_functions(task: Task, rows: list[dict], batch: Responses, may_be_none: 
         parameters = inspect.signature(function).parameters
         if "completions" in parameters:
             values = function(**arguments_of_trl(copies, texts[:], tokens))
-        elif "tokens" in parameters:
-            values = function(copies, texts[:], tokens=tokens)
         else:
-            values = function(copies, texts[:])
+            more = {"tokens": tokens} if "tokens" in parameters else {}
+            values = function(copies, texts[:], **more)
         values = values.tolist() if hasattr(values, "tolist") else values  # of PyTorch or NumPy
         known = [value for value in values if value is not None]
         if len(values) != len(rows) or not all(map(math.isfinite, known)):
@@ -913,6 +834,15 @@ def sum_over_processes(x: Tensor) -> Tensor:
     if PROCESSES > 1:
         dist.all_reduce(x)
     return x
+
+
+def sum_gradients(parameters: list[Tensor]) -> None:
+    """Sum gradients over all processes, in place. One process alone may have used an expert."""
+    if PROCESSES > 1:
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
 
 
 # ------------------------------------------------- The built-in task ----------------------------------------
@@ -968,14 +898,8 @@ PRODUCTS = {
     "hotel": ("room", "staff", "food"), "camera": ("lens", "screen", "battery"),
     "film": ("plot", "cast", "music"), "phone": ("screen", "sound", "battery"),
 }  # fmt: skip
-
-
 TONES, GOOD, BAD = ("praise", "pan", "weigh"), ("great", "lovely"), ("poor", "awful")
-
-
 WORDS = ["<pad>", "<stop>", ":", "the", "very", "and", "but", "please"]
-
-
 WORDS += [*TONES, *PRODUCTS, *sorted({word for words in PRODUCTS.values() for word in words}), *GOOD, *BAD]
 
 
@@ -1006,7 +930,8 @@ def make_reviews(args: Args) -> tuple[Models, Task]:
     head = nn.Linear(actor.norm.normalized_shape[0], 1).to(args.device)
     reward_model = ScalarModel(copy.deepcopy(actor), head)
     reference = copy.deepcopy(actor).requires_grad_(False)
-    models = Models(actor, reward_model, reference, reward_model.requires_grad_(False))
+    critic = reward_model  # until that has learnt
+    models = Models(actor, critic, reference, reward_model.requires_grad_(False))
     if not args.resume:
         compare_responses(models, task, 6000, args)
         learn_from_comparisons(models, task, args)
@@ -1075,14 +1000,14 @@ def compare_responses(models: Models, task: Task, count: int, args: Args) -> Non
 
 
 def learn_from_comparisons(models: Models, task: Task, args: Args) -> None:
-    """Let the reward model maximise log σ(score(chosen) - score(rejected)) ([RLHF], equation 1)."""
+    """Let the reward model maximise log σ(output(chosen) - output(rejected)) ([RLHF], equation 1)."""
     count = len(models.comparisons)
 
     def compute_loss() -> Tensor:
         pairs = [models.comparisons[i] for i in torch.randint(count, (64,)).tolist()]
         rows, chosen, rejected = (list(column) for column in zip(*pairs, strict=True))
-        scores = last_output(models.reward_model, tokenize(task, rows + rows, chosen + rejected, args))
-        return -F.logsigmoid(scores[:64] - scores[64:]).mean()
+        outputs = last_output(models.reward_model, tokenize(task, rows + rows, chosen + rejected, args))
+        return -F.logsigmoid(outputs[:64] - outputs[64:]).mean()
 
     fit(models.reward_model, compute_loss, 3 * count // 64, 1e-3, "reward model")
     models.reward_model.requires_grad_(False)
@@ -1207,7 +1132,8 @@ def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
         use_bfloat16(actor, reference)
         use_bfloat16(critic.trunk, trunk)
     ends = reference.generation_config.eos_token_id  # chat models have one for the end of a turn, too
-    stop_tokens = {task.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    ends = [task.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
+    stop_tokens = {*task.stop_tokens, *ends} - {None}
     models = Models(actor, critic, reference, reward_model).to(args.device)
     # Logits in parts are computed twice. It saves memory and costs time: not on a CPU.
     in_parts = args.device != "cpu" and has_linear_head(models.actor, args)
@@ -1240,9 +1166,10 @@ def load_network(auto: Any, name: str, tokenizer: Any) -> Any:
 
 @torch.no_grad()
 def check_actor(actor: Any, task: Task, args: Args) -> None:
-    """Raise `Refused` unless two padded rows have the log π that a plain forward pass of each row has."""
+    """Raise `Refused` unless a short and a long row, padded, have the log π of a plain pass of each alone."""
     rows = sorted((encode(task.tokenizer, row) for row in task.prompts[:100]), key=len)
     prompts, prompt_mask = pad([rows[0], rows[-1]], "left", args.device)
+    prompts, prompt_mask = F.pad(prompts, (1, 0)), F.pad(prompt_mask, (1, 0))  # both are padded
     length = min(16, args.max_response_length)
     responses, sampled = prompts.new_zeros(2, length), torch.zeros(2, length, device=args.device)
     mask = responses > 0
@@ -1265,12 +1192,13 @@ def check_actor(actor: Any, task: Task, args: Args) -> None:
 
 @torch.no_grad()
 def check_critic(critic: ScalarModel, judge: Any, task: Task, args: Args) -> None:
-    """Raise `Refused` unless two padded prompts have the values of a plain forward pass of each prompt.
+    """Raise `Refused` unless a short and a long prompt, padded, have the values of a plain pass of each.
 
     With a reward model, from which the critic begins, these are the scores that it gives itself.
     """
     rows = sorted((encode(task.tokenizer, row) for row in task.prompts[:100]), key=len)
     prompts, prompt_mask = pad([rows[0], rows[-1]], "left", args.device)
+    prompts, prompt_mask = F.pad(prompts, (1, 0)), F.pad(prompt_mask, (1, 0))  # both are padded
     nothing = prompts[:, :0]
     with autocast(args):
         values = critic(Responses(prompts, prompt_mask, nothing, nothing > 0))
@@ -1285,6 +1213,81 @@ def check_critic(critic: ScalarModel, judge: Any, task: Task, args: Args) -> Non
                 raise Refused(f"critic or --reward-model: padding, or its `score`, is off by {error:.2g}")
 
 
+def can_use_graphs(actor: Any, args: Args) -> bool:
+    """Whether `write_by_graph` can be used: on a GPU, if the model can have a cache of fixed size."""
+    if not (args.cuda_graphs and args.model and args.device.startswith("cuda")):
+        return False
+    from transformers.cache_utils import StaticCache, StaticLayer
+
+    config = actor.config
+    is_static = all(type(layer) is StaticLayer for layer in StaticCache(config, max_cache_len=8).layers)
+    return is_static and actor._can_compile_fullgraph and config._attn_implementation == "sdpa"
+
+
+def write_by_graph(
+    actor: Any, prompts: Tensor, prompt_mask: Tensor, written: tuple, stop_tokens: Tensor, temperature: float
+) -> None:
+    """As `write_responses`, but the third step is recorded as a CUDA graph, and replayed for all that follow.
+
+    For each token, a GPU waits for the CPU to start thousands of small computations; a graph starts them at
+    once. It repeats them on the same memory: all that changes from step to step is a tensor that is changed
+    in place.
+    """
+    from transformers import StaticCache
+
+    class Cache(StaticCache):
+        """Keys are kept in the precision of attention, as values are: there, autocast would round them."""
+
+        def update(self, keys: Tensor, values: Tensor, *others: Any, **more: Any) -> Any:
+            return super().update(keys.to(values.dtype), values, *others, **more)
+
+    responses, mask, log_probs = written
+    (size, prompt_length), length = prompts.shape, responses.shape[1]
+    capacity = math.ceil((prompt_length + length) / 8) * 8  # attention is fastest with a multiple of 8
+    cache = Cache(actor.config, max_cache_len=capacity)
+    visible = F.pad(prompt_mask, (0, capacity - prompt_length))  # [B, S], what is not padding, so far
+    token, position = prompts[:, -1:].clone(), prompt_mask.sum(1, keepdim=True) - 1
+    active = torch.ones(size, 1, dtype=torch.bool, device=prompts.device)
+    t = torch.zeros(1, dtype=torch.long, device=prompts.device)
+
+    def choose(logits: Tensor) -> None:
+        new, new_log_probs = sample(logits[:, -1], temperature)
+        responses.index_copy_(1, t, new)
+        mask.index_copy_(1, t, active)
+        log_probs.index_copy_(1, t, new_log_probs)
+        visible.index_copy_(1, prompt_length + t, active)
+        active.logical_and_((new != stop_tokens).all(1, keepdim=True))
+        token.copy_(new)
+        position.add_(1)
+        t.add_(1)
+
+    def step() -> None:
+        inputs = {"input_ids": token, "attention_mask": visible[:, None, None], "position_ids": position}
+        choose(actor(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits)
+
+    inputs = model_inputs(prompts, prompt_mask, cache, use_cache=True)
+    causal = torch.ones(prompt_length, capacity, dtype=torch.bool, device=prompts.device).tril()
+    itself = torch.eye(prompt_length, capacity, dtype=torch.bool, device=prompts.device)
+    # Padding sees itself: attention to nothing is not a number.
+    inputs["attention_mask"] = visible[:, None, None] & causal | itself
+    choose(actor(**inputs, logits_to_keep=1).logits)
+    next_step = step
+    for number in range(1, length):
+        if number % 16 == 0 and not active.any():
+            break
+        if number == 2:  # step 1 has set up memory, and autocast keeps the weights that it has rounded
+            next_step = record(step)
+        next_step()
+
+
+def record(step: Callable[[], None]) -> Callable[[], None]:
+    """Record a step as a CUDA graph, which has no effect yet. The result replays it."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 def make_trainable(frozen: nn.Module, args: Args, task_type: str | None = None) -> Any:
     """A copy of a network, to be trained in float32. With LoRA, it shares the frozen weights."""
     shared = {id(p): p for p in frozen.parameters()} if args.lora_rank else {}
@@ -1292,9 +1295,10 @@ def make_trainable(frozen: nn.Module, args: Args, task_type: str | None = None) 
     if args.gradient_checkpointing:  # transformers' own method would need training mode, with dropout
         from transformers.modeling_layers import GradientCheckpointingLayer
 
+        options = {"use_reentrant": False, "preserve_rng_state": False}
         for layer in network.modules():
             if isinstance(layer, GradientCheckpointingLayer):
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+                layer.forward = partial(checkpoint, layer.forward, **options)
     if not args.lora_rank:
         return network.float().requires_grad_(True)
     from peft import LoraConfig, get_peft_model
@@ -1391,14 +1395,6 @@ class Run:
         if self.args.model:
             self.write_model("model")
 
-    def save_after(self, error: BaseException, episodes: int) -> None:
-        """Save what is learnt after an error, or a second Ctrl-C: the gradient steps that were taken."""
-        if RANK > 0:
-            return
-        self.save(episodes)
-        finished = episodes >= self.args.total_episodes
-        error.add_note("saved" if finished else f"saved; to continue: --resume {self.path}")
-
     def keep_best(self, episodes: int, metrics: dict[str, float]) -> None:
         """Write the model to best/, too, if its evaluation is the best so far, by the sum of its rewards."""
         if RANK > 0 or not (metrics and self.args.model):
@@ -1466,7 +1462,9 @@ def load_checkpoint(path: str | Path) -> tuple[Args, dict]:
 def restore(path: str, models: Models, optimizer: Adam) -> int:
     """Continue the training in which this checkpoint was saved. Returns the number of responses so far."""
     _, content = load_checkpoint(path)
-    models.load_state_dict(content["weights"], strict=not content["args"]["model"])
+    of_a_model = content["args"]["model"]  # frozen weights are not in the checkpoint
+    if models.load_state_dict(content["weights"], strict=not of_a_model).unexpected_keys:
+        raise Refused(f"{path} has weights of other names than the model: is a library newer, or a flag?")
     optimizer.load_state_dict(copy.deepcopy(content["optimizer"]))  # tensors in memory, not of the file
     models.comparisons = content.get("comparisons", [])  # checkpoints of earlier versions have none
     return content["episodes"]
