@@ -34,6 +34,7 @@ images, the newest last: [4, 84, 84], bytes.
 import ctypes
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import random
@@ -924,6 +925,8 @@ def print_commands(args: Args, path: Path, env: gym.Env, complete: bool) -> None
 
 def stop(*_: Any) -> None:
     """End training after this iteration and save, or end the evaluation; a second Ctrl-C stops at once."""
+    if multiprocessing.parent_process():  # a process that the environment has forked inherits this handler
+        sys.exit(1)
     # Not print, which the signal may have interrupted.
     os.write(2, b"stopping after this iteration or evaluation step; a second Ctrl-C stops at once, unsaved\n")
     STOP.set()

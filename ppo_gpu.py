@@ -36,6 +36,7 @@ Shapes: T steps per rollout, N environments, D numbers per observation, A per ac
 import io
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import random
@@ -1348,6 +1349,8 @@ def print_commands(args: Args, path: Path, envs: Any, complete: bool) -> None:
 
 def stop(*_: Any) -> None:
     """End training after this iteration and save, or end the evaluation; a second Ctrl-C stops at once."""
+    if multiprocessing.parent_process():  # a process that the environment has forked inherits this handler
+        sys.exit(1)
     # Not print, which the signal may have interrupted.
     os.write(2, b"stopping after this iteration or evaluation step; a second Ctrl-C stops at once, unsaved\n")
     STOP.set()

@@ -39,6 +39,7 @@ import copy
 import inspect
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import pkgutil
@@ -725,8 +726,9 @@ def encode(tokenizer: Any, row: dict) -> list[int]:
             if text and whole[n : n + len(text)] == text:
                 return text if text[:n] == whole[:n] else whole[:n] + text
         return whole if text else whole[:1]
-    for message in prompt:  # many templates write nothing, or a Python object, for a missing or other content
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+    for message in prompt if isinstance(prompt, list) and prompt else [prompt]:
+        parts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+        if not all(isinstance(part, str) for part in parts):  # templates write something for anything
             raise Refused(f'a message is {{"role": "user", "content": "a text"}}, not {message!r:.200}')
     how = "continue_final_message" if prompt[-1]["role"] == "assistant" else "add_generation_prompt"
     options = {how: True} | (row.get("chat_template_kwargs") or {})
@@ -773,21 +775,24 @@ def call_functions(task: Task, rows: list[dict], batch: Responses, may_be_none: 
     """Rewards [B] of B responses by each reward function, in float64 on the CPU; NaN where it gives None.
 
     A function that has a parameter `tokens` gets the responses' tokens, too; one that has a parameter
-    `completions` is called as TRL does. Raises `ValueError` for what is not a finite number or None, and if
-    all functions give None for a response.
+    `completions` or `completion_ids` is called as TRL does. Raises `ValueError` for what is not a finite
+    number or None, and if all functions give None for a response.
     """
     texts, rewards = decode(task, rows, batch), {}
     for name, function in task.reward_functions.items():
         tokens, copies = unpad(batch.responses, batch.mask), copy.deepcopy(rows)  # they may be changed
         parameters = inspect.signature(function).parameters
-        if "completions" in parameters:
+        kinds = {parameter.kind for parameter in parameters.values()}
+        if kinds and kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+            raise Refused(f"{name} has only *args and **kwargs: if it is decorated, use functools.wraps")
+        if {"completions", "completion_ids"} & parameters.keys():
             values = function(**arguments_of_trl(copies, texts[:], tokens))
         else:
             more = {"tokens": tokens} if "tokens" in parameters else {}
             values = function(copies, texts[:], **more)
         values = values.tolist() if hasattr(values, "tolist") else values  # of PyTorch or NumPy
-        known = [value for value in values if value is not None]
-        if len(values) != len(rows) or not all(map(math.isfinite, known)):
+        is_list = isinstance(values, (list, tuple)) and len(values) == len(rows)
+        if not is_list or not all(value is None or math.isfinite(value) for value in values):
             raise ValueError(f"{name} must return {len(rows)} finite numbers or None, not {values!r:.200}")
         numbers = [math.nan if value is None else float(value) for value in values]
         rewards[name] = torch.tensor(numbers, dtype=torch.float64)
@@ -1096,10 +1101,13 @@ def check_task(task: Task, args: Args) -> None:
     for row in [*task.prompts, *task.eval_prompts]:
         if not isinstance(row, dict) or "prompt" not in row:
             raise Refused(f'{row!r:.200} is no {{"prompt": ...}}')
-        length = len(encode(task.tokenizer, row))
-        if not 0 < length <= longest:
+        tokens = encode(task.tokenizer, row)
+        unknown = getattr(task.tokenizer, "unk_token_id", None)
+        if unknown in tokens and set(tokens) <= {*task.tokenizer.all_special_ids}:
+            raise Refused(f"{row!r:.200} has no token that the tokenizer knows: are its files there?")
+        if not 0 < len(tokens) <= longest:
             limits = f"the models can take 1 to {longest}, with --max-response-length"
-            raise Refused(f"{row!r:.200} has {length} tokens; {limits}")
+            raise Refused(f"{row!r:.200} has {len(tokens)} tokens; {limits}")
     columns = {"episodes", "response", "row", "reward", "reward_model", "missing_eos"}  # completions.jsonl
     if columns & task.reward_functions.keys() or not (task.reward_functions or args.reward_model):
         raise Refused(f"reward functions are needed, which have other names than {columns}")
@@ -1149,14 +1157,13 @@ def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
 def load_network(auto: Any, name: str, tokenizer: Any) -> Any:
     """A frozen network in float32. Raises `Refused` if its files are not all that it needs, or are more."""
     folder = Path(name).resolve()  # adapters name it, wherever they are loaded
-    if (folder / "adapter_config.json").exists():
-        raise Refused(f"{name} is an adapter: merge it first, as docs/language_models.md shows")
     options = {"dtype": torch.float32, "output_loading_info": True}
     network, loading = auto.from_pretrained(str(folder) if folder.exists() else name, **options)
     if loading["missing_keys"]:  # transformers makes up numbers for these
         raise Refused(f"{name} lacks {sorted(loading['missing_keys'])}, which {type(network).__name__} needs")
-    if loading["unexpected_keys"] and "CausalLM" in auto.__name__:  # of images, say
-        lost = sorted(loading["unexpected_keys"])
+    masks = "masked_bias", "attn.bias", "attention.bias"  # of the context, which old files have
+    lost = sorted(key for key in loading["unexpected_keys"] if not key.endswith(masks))
+    if lost and "CausalLM" in auto.__name__:  # of images, say
         raise Refused(f"{name} has {lost[:3]}... ({len(lost)}), which would not be saved after training")
     tokens, rows = max(tokenizer.get_vocab().values()) + 1, network.get_input_embeddings().num_embeddings
     if tokens > rows:
@@ -1207,6 +1214,7 @@ def check_critic(critic: ScalarModel, judge: Any, task: Task, args: Args) -> Non
             if judge is None:
                 alone = without_autocast(critic.head, critic.trunk(input_ids=tokens).last_hidden_state[:, -1])
             else:
+                judge.config.pad_token_id = None  # or it would not score a row that ends with it at its end
                 alone = judge(input_ids=tokens).logits
             error = (values[i] - alone[0]).abs().max().item()
             if not error < (0.5 if args.bfloat16 else 1e-3):
@@ -1362,9 +1370,11 @@ class Run:
             wandb.init(name=folder.name, config=asdict(args), sync_tensorboard=True, reinit="finish_previous")
         stop_tokens = [task.tokenizer.decode([token]) for token in task.stop_tokens] or "none"
         print(f"{args.total_episodes:,.0f} responses, seed {args.seed}, stop tokens: {stop_tokens}")
-        sizes = [p.numel() for p in models.actor.parameters() if p.requires_grad]
-        total = sum(p.numel() for p in models.actor.parameters())
-        print(f"trained: {sum(sizes):,} of {total:,} parameters ({sum(sizes) / total:.1%})")
+        for kind, pattern in {"parameters": "", "parameters of experts": r"\.experts\."}.items():
+            found = [p for name, p in models.actor.named_parameters() if re.search(pattern, name)]
+            total, trained = sum(p.numel() for p in found), sum(p.numel() for p in found if p.requires_grad)
+            if total:
+                print(f"trained: {trained:,} of {total:,} {kind} ({trained / total:.1%})")
         print(f"checkpoint {self.path}, curves: tensorboard --logdir runs", flush=True)
         self.writer = SummaryWriter(str(folder), purge_step=episodes)
         rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
@@ -1487,6 +1497,8 @@ def check(args: Args, task: Task | None = None) -> None:
          "--eval-prompts, --lora-rank, --bfloat16 and a --max-response-length above 24 need --model"),
         (task and not args.model, "a task of your own needs --model"),
         (len({*args.reward_function}) < len(args.reward_function), "--reward-function names one twice"),
+        (any(Path(name, "adapter_config.json").exists() for name in (args.model, args.reward_model) if name),
+         "an adapter is no model: merge it first, as docs/language_models.md shows"),
         (args.kl_target and not args.kl_coef, "--kl-target needs a --kl-coef above 0, which it multiplies"),
         (args.model and args.reward_model_updates, "--reward-model-updates is for the built-in reviews"),
     ]:  # fmt: skip
@@ -1530,6 +1542,8 @@ def print_commands(args: Args, path: Path) -> None:
 
 def stop(*_: Any) -> None:
     """End training after this iteration, and save; a second Ctrl-C stops at once, and saves, too."""
+    if multiprocessing.parent_process():  # a worker of a reward function inherits this handler
+        sys.exit(1)
     os.write(2, b"stopping after this iteration; a second Ctrl-C stops at once; both save what is learnt\n")
     STOP.set()
     begun = time.monotonic()

@@ -4,15 +4,18 @@ What would train wrongly is refused before there is a folder of the run; all els
 """
 
 import json
+import os
 import random
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import language_helpers as shared
 import numpy as np
 import pytest
 import torch
-from helpers import load, same
+from helpers import ROOT, flags, load, same
 from language_helpers import LETTERS, STOP, Digits, make_task, new_models, real_args
 
 import grpo
@@ -110,10 +113,11 @@ def test_a_reward_model_of_whose_weights_some_are_missing_is_refused(folder, tmp
         change_tensors(tmp_path / name, change)
         args = real_args(rlhf, folder, reward_model=str(tmp_path / name))
         refused(rlhf, tmp_path, args, "lacks .*(score|layers.1)", monkeypatch)
-    shutil.copytree(folder / "llama-reward", tmp_path / "adapter")
+    (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    args = real_args(rlhf, folder, reward_model=str(tmp_path / "adapter"))
-    refused(rlhf, tmp_path, args, "adapter: merge it", monkeypatch)
+    for script, flag in ((rlhf, "reward_model"), (rlhf, "model"), (grpo, "model")):
+        args = real_args(script, folder, **{flag: str(tmp_path / "adapter")})
+        refused(script, tmp_path, args, "adapter is no model: merge it", monkeypatch)
 
 
 @pytest.mark.parametrize("flag", ["model", "reward_model"])
@@ -168,6 +172,53 @@ def test_a_checkpoint_of_which_a_part_would_not_be_saved_is_refused(folder, tmp_
     refused(grpo, tmp_path, args, "vision_tower.weight.*would not be saved", monkeypatch)
 
 
+def test_masks_in_old_files_are_not_missed(folder, tmp_path):
+    """They are computed, and nothing is lost without them."""
+    shutil.copytree(folder / "gpt2", tmp_path / "old")
+    more = {
+        "transformer.h.0.attn.masked_bias": torch.tensor(-1e4),
+        "h.0.attn.attention.bias": torch.ones(2, 2),
+    }
+    change_tensors(tmp_path / "old", lambda x: x | more)
+    assert shared.pretrained(grpo, real_args(grpo, folder, model=str(tmp_path / "old")))
+
+
+def test_a_reward_model_whose_padding_ends_the_prompts_is_accepted(folder, tmp_path):
+    """Its own pooling leaves that token out; here, it is read after the last token."""
+    shutil.copytree(folder / "llama-reward", tmp_path / "pad")
+    config = json.loads((tmp_path / "pad" / "config.json").read_text())
+    (tmp_path / "pad" / "config.json").write_text(json.dumps(config | {"pad_token_id": 3}))
+    args = real_args(
+        rlhf, folder, prompts=write_rows(tmp_path / "x", "ab", "cdb"), reward_model=str(tmp_path / "pad")
+    )
+    assert shared.pretrained(rlhf, args)
+
+
+def test_all_prompts_may_be_equally_long(folder, tmp_path, monkeypatch):
+    """A model to which padding matters is refused all the same: later prompts may have other lengths."""
+    config = transformers.RobertaConfig(**{**SIZES, **OTHERS["Roberta"]})
+    model = write_model(tmp_path / "roberta", folder, "RobertaForCausalLM", config)
+    args = real_args(grpo, folder, model=str(model), prompts=write_rows(tmp_path / "x", "abc", "def"))
+    refused(grpo, tmp_path, args, "padding", monkeypatch)
+
+
+def test_stop_tokens_of_a_task_are_kept(folder):
+    args = real_args(grpo, folder)
+    task = grpo.load_task(args)._replace(stop_tokens=[7])
+    assert sorted(grpo.load_pretrained(args, task)[1].stop_tokens) == [STOP, 7]
+
+
+def test_a_checkpoint_with_weights_of_other_names_is_not_resumed(folder, tmp_path, monkeypatch):
+    """Otherwise, training would go on from the first weights."""
+    monkeypatch.chdir(tmp_path)
+    path = grpo.train(real_args(grpo, folder))
+    content = load(path)
+    content["weights"] = {name.replace("layers", "blocks"): x for name, x in content["weights"].items()}
+    torch.save(content, path)
+    with pytest.raises(grpo.Refused, match="other names"):
+        grpo.train(real_args(grpo, folder, resume=str(path), total_episodes=128))
+
+
 def test_a_reward_model_is_scored_as_it_scores_itself(folder, tmp_path, monkeypatch):
     """One with a head of another kind beside `score` would be read wrongly."""
     monkeypatch.setattr(transformers.LlamaForSequenceClassification, "forward", halved(
@@ -200,6 +251,12 @@ def metaspace_tokenizer(*words):
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=model, eos_token="<stop>", unk_token="<unknown>"
     )
+
+
+def test_a_prompt_that_the_tokenizer_does_not_know_is_refused(folder, tmp_path, monkeypatch):
+    """A folder without the tokenizer's files can give one that knows no word."""
+    args = real_args(grpo, folder, prompts=write_rows(tmp_path / "x", "ab", "ABC"))
+    refused(grpo, tmp_path, args, "'ABC'.*no token that the tokenizer knows", monkeypatch)
 
 
 def answer(tokenizer, prompt, tokens, stop_tokens=(STOP,), script=rlhf):
@@ -305,6 +362,54 @@ def test_training_is_the_same_whatever_is_evaluated(script, folder, tmp_path, mo
         monkeypatch.chdir(tmp_path / str(eval_every))
         paths.append(script.train(replace(args, eval_every=eval_every)))
     assert same(load(paths[0])["weights"], load(paths[1])["weights"])
+
+
+def test_completion_ids_alone_make_a_function_one_of_trl():
+    """It counts tokens, not the letters of texts."""
+    task = make_task(
+        ["2 3"], grpo, short=lambda prompts, completion_ids, **kwargs: [-len(x) for x in completion_ids]
+    )
+    batch = grpo.tokenize(task, task.prompts * 2, ["0 0", "2"], grpo.Args())
+    assert grpo.score(task, task.prompts * 2, batch)[0].tolist() == [-3, -2]
+
+
+def hidden(function):
+    """Decorate without functools.wraps."""
+    return lambda *args, **kwargs: function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("function", [
+    hidden(shared.trl_reward), lambda rows, texts: {1.0, 2.0}, lambda rows, texts: {0: 1.0, 1: 2.0},
+])  # fmt: skip
+def test_a_function_whose_parameters_are_hidden_or_that_returns_no_list_is_refused(function):
+    task = make_task(["2 3"], grpo, odd=function)
+    batch = grpo.tokenize(task, task.prompts * 2, ["0 0", "2"], grpo.Args())
+    with pytest.raises(ValueError, match=r"odd (has only|must return)"):
+        grpo.score(task, task.prompts * 2, batch)
+
+
+POOL = """
+import multiprocessing
+
+def reward(rows, responses):
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.map(len, responses)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="workers are forked")
+def test_a_reward_function_may_have_worker_processes(folder, tmp_path):
+    """They are ended by a signal, for which the script has a handler that workers inherit."""
+    (tmp_path / "pool.py").write_text(POOL)
+    args = real_args(grpo, folder, total_episodes=32, reward_function=("pool:reward",), eval_every=100)
+    changed = {name: value for name, value in vars(args).items() if value != getattr(grpo.PRETRAINED, name)}
+    names = changed.pop("reward_function")
+    command = [sys.executable, str(ROOT / "grpo.py"), *flags(**changed), "--reward-function", *names]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=shared.ENVIRONMENT, capture_output=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"stopping" not in done.stderr
 
 
 # Progress

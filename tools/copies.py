@@ -50,8 +50,9 @@ DIFFERENT = {  # script: units of its original that differ there on purpose, or 
     "Models.__init__ Task TokenLogProbs TokenLogProbs.forward TokenLogProbs.backward "
     "log_probs_and_entropy token_log_probs last_output in_micro_batches all_log_probs score whiten "
     "token_rewards compute_gae Batch ppo_loss collect update adapted_kl_coef train evaluate PRODUCTS "
-    "(TONES,GOOD,BAD) WORDS make_reviews write_review human tastes learn_to_write compare_responses learn_from_comparisons "
-    "update_reward_model fit check_task load_pretrained check_critic Run.save restore check",
+    "(TONES,GOOD,BAD) WORDS make_reviews write_review human tastes learn_to_write compare_responses "
+    "learn_from_comparisons update_reward_model fit check_task load_pretrained check_critic Run.save restore "
+    "check",
 }
 
 
