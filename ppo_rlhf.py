@@ -1126,8 +1126,8 @@ def load_pretrained(args: Args, task: Task) -> tuple[Models, Task]:
     warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
     reference = load_network(AutoModelForCausalLM, str(args.model), task.tokenizer)
     reward_model, trunk = None, reference.base_model
-    if trunk is reference:  # it has no part of that name
-        trunk = reference.get_decoder()
+    if trunk is reference:  # Llama 4's has another name
+        trunk = reference.model
     if args.reward_model:
         judge = load_network(AutoModelForSequenceClassification, args.reward_model, task.tokenizer)
         trunk, head = judge.base_model, judge.score.float()

@@ -138,14 +138,21 @@ def test_a_model_with_embeddings_of_fewer_tokens_than_the_tokenizer_has_is_refus
     refused(rlhf, tmp_path, args, "embeddings of 20 tokens", monkeypatch)
 
 
-def test_the_critic_of_a_model_whose_hidden_states_have_another_size_learns(folder, tmp_path, monkeypatch):
-    """OPT-350M projects them."""
-    config = transformers.OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=16, do_layer_norm_before=False)
-    model = write_model(tmp_path / "opt", folder, "OPTForCausalLM", config)
+TRUNKS = {  # hidden states of another size; a trunk of another name
+    "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
+    "Llama4": {"intermediate_size_mlp": 64, "head_dim": 16, "num_key_value_heads": 1, "num_local_experts": 2},
+}
+
+
+@pytest.mark.parametrize("name", TRUNKS)
+def test_the_critic_of_an_unusual_trunk_learns(name, folder, tmp_path, monkeypatch):
+    kind = "Llama4TextConfig" if name == "Llama4" else f"{name}Config"
+    config = getattr(transformers, kind)(**SIZES, **TRUNKS[name])
+    model = write_model(tmp_path / name, folder, f"{name}ForCausalLM", config)
     monkeypatch.chdir(tmp_path)
     path = rlhf.train(real_args(rlhf, folder, model=str(model), critic_learning_rate=1e-2))
     head = load(path)["weights"]["critic.head.weight"]
-    assert head.shape == (1, 16)
+    assert head.shape == (1, 16 if name == "OPT" else 32)
     assert head.any()
 
 
