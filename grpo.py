@@ -948,13 +948,14 @@ def check_task(task: Task, args: Args) -> None:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(args.model).get_text_config()
-    context = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    names = "max_position_embeddings", "max_target_positions", "max_seq_len"
+    contexts = [getattr(config, name, None) or sys.maxsize for name in names]
     # Beyond its original context, longrope rotates all rows of a batch otherwise, short ones, too.
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if "longrope" in str(rope):
         original = "original_max_position_embeddings"
-        context = getattr(config, original, None) or rope[original]
-    longest = context - args.max_response_length
+        contexts.append(getattr(config, original, None) or rope[original])
+    longest = min(contexts) - args.max_response_length
     if not task.prompts or 0 < len(task.eval_prompts) < PROCESSES:
         raise Refused("there are no prompts, or fewer prompts of the evaluation than processes")
     for row in [*task.prompts, *task.eval_prompts]:

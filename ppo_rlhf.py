@@ -1087,9 +1087,9 @@ def check_task(task: Task, args: Args) -> None:
         its_tokens = AutoTokenizer.from_pretrained(args.reward_model).get_vocab()
         if not task.tokenizer.get_vocab().items() <= its_tokens.items():
             raise Refused("--reward-model has other tokens than --model; wrap it as --reward-function")
-    contexts = []
+    contexts, names = [], ("max_position_embeddings", "max_target_positions", "max_seq_len")
     for config in (config.get_text_config() for config in configs):
-        contexts.append(getattr(config, "max_position_embeddings", None) or sys.maxsize)
+        contexts += [getattr(config, name, None) or sys.maxsize for name in names]
         # Beyond its original context, longrope rotates all rows of a batch otherwise, short ones, too.
         rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
         if "longrope" in str(rope):
@@ -1216,7 +1216,9 @@ def check_critic(critic: ScalarModel, judge: Any, task: Task, args: Args) -> Non
             if judge is None:
                 alone = without_autocast(critic.head, critic.trunk(input_ids=tokens).last_hidden_state[:, -1])
             else:
-                judge.config.pad_token_id = None  # or it would not score a row that ends with it at its end
+                judge.config.get_text_config().pad_token_id = (
+                    None  # or it would not score a row that ends with it at its end
+                )
                 alone = judge(input_ids=tokens).logits
             error = (values[i] - alone[0]).abs().max().item()
             if not error < (0.5 if args.bfloat16 else 1e-3):

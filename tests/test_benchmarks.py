@@ -49,6 +49,23 @@ def test_the_small_version_of_a_gpu_measurement_prints_its_numbers(only, monkeyp
 
 
 @pytest.mark.slow
+def test_the_sweep_over_model_types_tells_refused_from_wrong_ones(tmp_path, monkeypatch, capsys):
+    """Without the scripts' own check, a model to which padding matters is found to be wrong."""
+    pytest.importorskip("transformers")
+    import grpo
+    import model_types
+
+    monkeypatch.setattr(model_types, "FILE", tmp_path / "types.csv")
+    monkeypatch.setattr(sys, "argv", ["model_types.py", "gpt2", "roberta"])
+    model_types.main()
+    monkeypatch.setattr(grpo, "check_actor", lambda *given: None)
+    monkeypatch.setattr(sys, "argv", ["model_types.py", "roberta"])
+    model_types.main()
+    rows = re.findall(r"^(\w+)  grpo  (\w+)", capsys.readouterr().out, re.MULTILINE)
+    assert rows == [("gpt2", "agree"), ("roberta", "refused"), ("roberta", "WRONG")]
+
+
+@pytest.mark.slow
 def test_listed_experiments_have_names_of_their_own_and_flags_that_their_scripts_accept():
     """Their environments exist, and studies compare listed runs."""
     listed = experiments.runs()
