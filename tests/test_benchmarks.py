@@ -52,8 +52,9 @@ def test_the_small_version_of_a_gpu_measurement_prints_its_numbers(only, monkeyp
 def test_the_sweep_over_model_types_tells_refused_from_wrong_ones(tmp_path, monkeypatch, capsys):
     """Without the scripts' own check, a model to which padding matters is found to be wrong."""
     pytest.importorskip("transformers")
-    import grpo
     import model_types
+
+    import grpo
 
     monkeypatch.setattr(model_types, "FILE", tmp_path / "types.csv")
     monkeypatch.setattr(sys, "argv", ["model_types.py", "gpt2", "roberta"])
