@@ -951,10 +951,8 @@ def check_task(task: Task, args: Args) -> None:
     names = "max_position_embeddings", "max_target_positions", "max_seq_len"
     contexts = [getattr(config, name, None) or sys.maxsize for name in names]
     # Beyond its original context, longrope rotates all rows of a batch otherwise, short ones, too.
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if "longrope" in str(rope):
-        original = "original_max_position_embeddings"
-        contexts.append(getattr(config, original, None) or rope[original])
+    if "longrope" in str(getattr(config, "rope_parameters", None)):
+        contexts.append(config.rope_parameters["original_max_position_embeddings"])
     longest = min(contexts) - args.max_response_length
     if not task.prompts or 0 < len(task.eval_prompts) < PROCESSES:
         raise Refused("there are no prompts, or fewer prompts of the evaluation than processes")
