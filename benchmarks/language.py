@@ -77,10 +77,13 @@ STUDIES = [  # what matters most is first
     Study("ppo-reviews", rlhf, "reviews", seeds=(*FIVE, 11, 12)),
     Study("grpo-sums", grpo, "sums", seeds=TWENTY),
     Study("ppo-iterated", rlhf, "reviews", "--reward-model-updates 24"),
-    Study("ppo-kl-target", rlhf, "reviews", "--kl-target 2"),
+    Study("ppo-kl-target", rlhf, "reviews", "--kl-target 2", (1, 2, 3)),
     Study("grpo-reviews", grpo, "reviews", f"{GRPO} --kl-coef 0.1", FIVE),
     Study("ppo-sums", rlhf, "sums", "--kl-coef 0 --missing-eos-penalty 0"),
-    *(Study(f"ppo-beta-{beta}", rlhf, "reviews", f"--kl-coef {beta}") for beta in BETAS),
+    *(
+        Study(f"ppo-beta-{beta}", rlhf, "reviews", f"--kl-coef {beta}", (1, 2, 3)[: 3 if beta < 0.1 else 1])
+        for beta in BETAS
+    ),
     *(Study(f"grpo-beta-{beta}", grpo, "reviews", f"{GRPO} --kl-coef {beta}") for beta in BETAS),
     Study("rloo-reviews", grpo, "reviews", f"{GRPO} --kl-coef 0.1 --scale-rewards none"),
     *(

@@ -80,11 +80,14 @@ def frontier_table(runs: pd.DataFrame) -> Iterator[Row]:
     runs = runs[runs.study.str.match(FRONTIER)].sort_values("kl")
     ppo, grpo = runs[runs.script == "ppo_rlhf"], runs[runs.script == "grpo"]
     curves = {seed: PchipInterpolator([0, *x.kl], [0, *x.score]) for seed, x in grpo.groupby("seed")}
-    ppo = ppo.assign(grpo=[float(curves[run.seed](run.kl)) for run in ppo.itertuples()])
+    # None of GRPO's runs may have as large a KL.
+    ends = grpo.groupby("seed").kl.max()
+    found = [curves[x.seed](x.kl) if x.kl <= ends[x.seed] else float("nan") for x in ppo.itertuples()]
+    ppo = ppo.assign(grpo=map(float, found))
     labels = {"kl": "KL of PPO", "score": "score of PPO", "grpo": "score of GRPO at this KL"}
     labels["best_score_at_kl"] = "best score at this KL"
     for beta, found in ppo.groupby("kl_coef"):
-        cells = {label: f"{found[x].mean():.2f}" for x, label in labels.items()}
+        cells = {label: f"{found[x].mean():.2f}".replace("nan", "") for x, label in labels.items()}
         yield {"β": f"{beta:g}", "seeds": f"{len(found)}"} | cells
 
 
