@@ -83,7 +83,7 @@ def frontier_table(runs: pd.DataFrame) -> Iterator[Row]:
     # None of GRPO's runs may have as large a KL.
     ends = grpo.groupby("seed").kl.max()
     found = [curves[x.seed](x.kl) if x.kl <= ends[x.seed] else float("nan") for x in ppo.itertuples()]
-    ppo = ppo.assign(grpo=map(float, found))
+    ppo = ppo.assign(grpo=[float(x) for x in found])
     labels = {"kl": "KL of PPO", "score": "score of PPO", "grpo": "score of GRPO at this KL"}
     labels["best_score_at_kl"] = "best score at this KL"
     for beta, found in ppo.groupby("kl_coef"):
