@@ -150,9 +150,10 @@ def frontier_figure(runs: pd.DataFrame) -> Figure:
     right.plot(means.kl, means.score, STYLES[0], color=COLORS[0], label="score of PPO")
     right.plot(means.kl, means.gold, STYLES[1], color=COLORS[1], label="the human's taste")
     right.plot(ppo.kl, ppo.gold, ".", color=COLORS[1], alpha=0.5)
-    kinds = {"PPO": "ppo-", "GRPO": "grpo-", "k3 in the loss": "k3-in-l", "k3 in the reward": "k3-in-r"}
-    for index, (label, start) in enumerate(kinds.items()):
-        found = runs[runs.study.str.startswith(start) & (runs.kl_coef >= 0.05)]
+    kinds = {"PPO": "ppo-(reviews|beta)", "GRPO": "grpo-", "k3 in the loss": "k3-in-l"}
+    kinds["k3 in the reward"] = "k3-in-r"
+    for index, (label, studies) in enumerate(kinds.items()):
+        found = runs[runs.study.str.match(studies) & (runs.kl_coef >= 0.05)]
         left.plot(found.kl, found.score, "o^x+"[index], color=COLORS[index], label=label, alpha=0.8)
     left.set_ylabel("score by the reward model")
     for axes in (left, right):
