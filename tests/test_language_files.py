@@ -203,8 +203,8 @@ def test_a_reward_model_whose_padding_ends_the_prompts_is_accepted(folder, tmp_p
 
 def test_all_prompts_may_be_equally_long(folder, tmp_path, monkeypatch):
     """A model to which padding matters is refused all the same: later prompts may have other lengths."""
-    config = transformers.RobertaConfig(**{**SIZES, **OTHERS["Roberta"]})
-    model = write_model(tmp_path / "roberta", folder, "RobertaForCausalLM", config)
+    config = transformers.BartConfig(**{**SIZES, **OTHERS["Bart"]})
+    model = write_model(tmp_path / "bart", folder, "BartForCausalLM", config)
     args = real_args(grpo, folder, model=str(model), prompts=write_rows(tmp_path / "x", "abc", "def"))
     refused(grpo, tmp_path, args, "padding", monkeypatch)
 
