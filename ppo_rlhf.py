@@ -1548,13 +1548,7 @@ def stop(*_: Any) -> None:
         sys.exit(1)
     os.write(2, b"stopping after this iteration; a second Ctrl-C stops at once; both save what is learnt\n")
     STOP.set()
-    begun = time.monotonic()
-
-    def stop_at_once(*_: Any) -> None:
-        if time.monotonic() - begun > 1:  # sooner, it is the same Ctrl-C again, passed on by `timeout`
-            raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, stop_at_once)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def main() -> None:
