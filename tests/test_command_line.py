@@ -124,7 +124,7 @@ def test_numbers_outside_their_bounds_are_refused(script):
     numbers = {setting.name for setting in fields(script.Args) if setting.type in kinds}
     assert numbers | {*OPTIONAL} >= script.BOUNDS.keys() >= numbers
     defaults = [getattr(script, name) for name in ("PRETRAINED", "OTHERS") if hasattr(script, name)]
-    check = script.check_settings if hasattr(script, "Refused") else script.check_bounds
+    check = script.check_settings if hasattr(script, "check_settings") else script.check
     for args in (script.Args(), *defaults):
         check(args)
     for name, (low, high) in script.BOUNDS.items():
