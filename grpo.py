@@ -1324,7 +1324,7 @@ def check(args: Args, task: Task | None = None) -> None:
         (task is None and len({bool(args.model), bool(args.prompts), bool(args.reward_function)}) > 1,
          "--model, --prompts and --reward-function need each other"),
         (not args.model and (others or args.max_response_length > 24),
-         "--eval-prompts, --lora-rank, --bfloat16, --gradient-checkpointing and 25 tokens need --model"),
+         "--eval-prompts, --lora-rank, --bfloat16, --gradient-checkpointing, over 24 tokens need --model"),
     ]:  # fmt: skip
         if wrong:
             raise Refused(reason)

@@ -1489,14 +1489,14 @@ def check(args: Args, task: Task | None = None) -> None:
         if value is not None and not low <= value <= high:  # NaN is refused, too
             raise Refused(f"--{name.replace('_', '-')} must be from {low} to {high}, not {value}")
     judged = args.reward_model or args.reward_function
-    others = args.eval_prompts or args.lora_rank or args.bfloat16 or args.max_response_length > 24
+    others = args.eval_prompts or args.lora_rank or args.bfloat16 or args.gradient_checkpointing
     for wrong, reason in [
         (args.batch_size % (args.num_minibatches * PROCESSES),
          "--batch-size must be a multiple of --num-minibatches x processes"),
         (task is None and len({bool(args.model), bool(args.prompts), bool(judged)}) > 1,
          "--model needs --prompts and a --reward-model or --reward-function; and the other way around"),
-        (not args.model and others,
-         "--eval-prompts, --lora-rank, --bfloat16 and a --max-response-length above 24 need --model"),
+        (not args.model and (others or args.max_response_length > 24),
+         "--eval-prompts, --lora-rank, --bfloat16, --gradient-checkpointing, over 24 tokens need --model"),
         (task and not args.model, "a task of your own needs --model"),
         (len({*args.reward_function}) < len(args.reward_function), "--reward-function names one twice"),
         (any(Path(name, "adapter_config.json").exists() for name in (args.model, args.reward_model) if name),
