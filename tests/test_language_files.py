@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import language_helpers as shared
 import numpy as np
@@ -297,6 +298,19 @@ def test_a_stop_token_is_not_part_of_the_text_and_spaces_stay_as_they_are(folder
     assert answer(tokenizer, "ab", [*tokenizer.encode("c"), stop], [stop]).strip() == "c"
     assert "<end_of_turn>" in answer(tokenizer, "ab", [stop, *tokenizer.encode("c")], [stop])
     assert answer(tokenizer, "ab", tokenizer.encode("x !")) == " x  !"
+
+
+def test_a_response_that_completes_a_character_of_the_prompt_is_decoded_alone():
+    """Its text does not begin with that of the prompt, which must not become a part of it."""
+
+    def decode(tokens, **options):
+        return bytes(tokens).decode(errors="replace")
+
+    task = rlhf.Task(SimpleNamespace(decode=decode), [STOP], [], [], {})
+    batch = rlhf.Responses(
+        *rlhf.pad([[0x61, 0xC3]], "left", "cpu"), *rlhf.pad([[0xA9, 0x62]], "right", "cpu")
+    )
+    assert rlhf.decode(task, [{"prompt": "a text"}], batch) == ["\ufffdb"]
 
 
 def test_an_empty_prompt_of_a_program_is_the_start_token():
