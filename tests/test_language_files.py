@@ -263,8 +263,9 @@ def metaspace_tokenizer(*words):
 
 def test_a_prompt_that_the_tokenizer_does_not_know_is_refused(folder, tmp_path, monkeypatch):
     """A folder without the tokenizer's files can give one that knows no word."""
-    args = real_args(grpo, folder, prompts=write_rows(tmp_path / "x", "ab", "ABC"))
-    refused(grpo, tmp_path, args, "'ABC'.*no token that the tokenizer knows", monkeypatch)
+    for script in (grpo, rlhf):
+        args = real_args(script, folder, prompts=write_rows(tmp_path / "x", "ab", "ABC"))
+        refused(script, tmp_path, args, "'ABC'.*no token that the tokenizer knows", monkeypatch)
 
 
 def answer(tokenizer, prompt, tokens, stop_tokens=(STOP,), script=rlhf):
