@@ -1214,9 +1214,8 @@ def check_critic(critic: ScalarModel, judge: Any, task: Task, args: Args) -> Non
             if judge is None:
                 alone = without_autocast(critic.head, critic.trunk(input_ids=tokens).last_hidden_state[:, -1])
             else:
-                judge.config.get_text_config().pad_token_id = (
-                    None  # or it would not score a row that ends with it at its end
-                )
+                # With a padding token, it would not be read after a row that ends with it.
+                judge.config.get_text_config().pad_token_id = None
                 alone = judge(input_ids=tokens).logits
             error = (values[i] - alone[0]).abs().max().item()
             if not error < (0.5 if args.bfloat16 else 1e-3):
