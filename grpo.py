@@ -288,10 +288,8 @@ def token_log_probs(model: Any, batch: Responses | Batch, temperature: float) ->
     length = batch.mask.shape[1]
     # The output at each position is for the token after it. So the first is that at the prompt's last token.
     if getattr(model, "logits_in_parts", False):
-        outputs, weight = (
-            model.get_decoder()(**inputs).last_hidden_state,
-            model.get_output_embeddings().weight,
-        )
+        outputs = model.get_decoder()(**inputs).last_hidden_state
+        weight = model.get_output_embeddings().weight
     else:
         outputs, weight = model(**inputs, logits_to_keep=length + 1).logits, None  # or of all tokens
     outputs, following = outputs[:, -length - 1 :].float(), F.pad(batch.responses, (0, 1))

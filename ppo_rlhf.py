@@ -289,17 +289,14 @@ def log_probs_and_entropy(model: Any, batch: Any, temperature: float) -> tuple[T
     length = batch.mask.shape[1]
     # The output at each position is for the token after it. So the first is that at the prompt's last token.
     if getattr(model, "logits_in_parts", False):
-        outputs, weight = (
-            model.get_decoder()(**inputs).last_hidden_state,
-            model.get_output_embeddings().weight,
-        )
+        outputs = model.get_decoder()(**inputs).last_hidden_state
+        weight = model.get_output_embeddings().weight
     else:
         outputs, weight = model(**inputs, logits_to_keep=length + 1).logits, None  # or of all tokens
     outputs, following = outputs[:, -length - 1 :].float(), F.pad(batch.responses, (0, 1))
     columns = TokenLogProbs.apply(outputs.flatten(0, 1), weight, following.reshape(-1, 1), temperature)
-    log_probs, entropy = (
-        column.view(following.shape)[:, :-1] for column in columns
-    )  # nothing follows the last
+    # After the last token, nothing follows.
+    log_probs, entropy = (column.view(following.shape)[:, :-1] for column in columns)
     return log_probs, entropy
 
 
