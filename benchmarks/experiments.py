@@ -148,11 +148,13 @@ ACROBOT, ACROBOT_LONG, TAXI = ("Acrobot-v1", 100_000), ("Acrobot-v1", 500_000), 
 CLASSIC = [("CartPole-v1", 100_000), ("CartPole-v1", 500_000), ACROBOT_LONG]
 CLASSIC += [("MountainCar-v0", 1_000_000), ("LunarLander-v3", 1_000_000)]
 GRID = [("FrozenLake-v1", 100_000)]
+CART = [("CartPole-v1", 100_000)]
 SHORT = [ACROBOT, ("LunarLander-v3", 300_000)]
 DETAILS = [*SHORT, ("MountainCar-v0", 300_000)]
 LONG_EVALUATION = "--eval-episodes 100"
 TAXI_FLAGS = "--num-envs 32 --ent-coef 0.1 --anneal-ent-coef"
 A2C = "--update-epochs 1 --num-minibatches 1 --num-steps 8 --no-norm-adv"
+REINFORCE = "--update-epochs 1 --num-minibatches 1 --gae-lambda 1 --no-norm-adv"
 NO_BONUS = f"--ent-coef 0 {LONG_EVALUATION}"
 NO_CLIP = "--clip-coef 1000"
 VARIED = {  # experiments of the studies: label, tasks and flags
@@ -175,8 +177,11 @@ DISCRETE = [
     Experiment("classic-acrobot", "`--ent-coef 0`", "ppo.py", each([ACROBOT_LONG], 10, first=101), NO_BONUS),
     Experiment("taxi", f"`{TAXI_FLAGS}`", "ppo.py", each([TAXI], 5, first=111), TAXI_FLAGS),
     Experiment("sb3-rl-zoo", "Stable-Baselines3", "sb3", each(CLASSIC, 3)),
-    Experiment("ppo", "the defaults", "ppo.py", each(DETAILS, 8) + each(GRID, 10)),  # for the studies
-    Experiment("a2c", "A2C", "ppo.py", each(GRID, 10), A2C),
+    Experiment(
+        "ppo", "the defaults", "ppo.py", each(DETAILS, 8) + each([*GRID, *CART], 10)
+    ),  # for the studies
+    Experiment("a2c", "A2C", "ppo.py", each([*GRID, *CART], 10), A2C),
+    Experiment("reinforce", "REINFORCE", "ppo.py", each(CART, 10), REINFORCE),
 ]
 for name, (label, tasks, flags) in VARIED.items():
     DISCRETE.append(Experiment(name, label, "ppo.py", each(tasks, 8), flags))
@@ -187,6 +192,7 @@ STUDIES = {  # K is the number of epochs per rollout, 15 by default
     "epochs": Study(EPOCHS, SHORT, ("return", "kl", "clip_fraction")),
     "clip": Study(MANY_EPOCHS, [ACROBOT], ("return", "kl")),
     "a2c": Study(["ppo", "a2c"], GRID, ("return", "entropy")),
+    "reinforce": Study(["ppo", "a2c", "reinforce"], CART, ("return", "kl", "entropy")),
     "penalty": Study(PENALTIES, SHORT, ("return", "kl")),
     "details": Study(["ppo", "no-norm-adv", "clip-vloss", "no-anneal-lr"], DETAILS),
 }

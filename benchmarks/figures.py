@@ -196,7 +196,7 @@ def gae_figure() -> Figure:
     top.set_ylabel("reward, value")
     notes = {0.0: (0, r"one step, $\delta_t$"), 0.95: (3, "in between"), 1.0: (1, "the whole episode")}
     for gae_lambda, (index, note) in notes.items():
-        advantages, _ = compute_gae(rewards, values, terminated, truncated, 0.99, gae_lambda)
+        advantages, _ = compute_gae(rewards, values[:-1], values[1:], terminated, truncated, 0.99, gae_lambda)
         label = rf"$\lambda = {gae_lambda:g}$: {note}"
         bottom.plot(advantages, marker="o", linestyle=STYLES[index], color=COLORS[index], label=label)
     bottom.axhline(0, color="gray", linewidth=0.8)
