@@ -181,6 +181,9 @@ DISCRETE = [
         "ppo", "the defaults", "ppo.py", each(DETAILS, 8) + each([*GRID, *CART], 10)
     ),  # for the studies
     Experiment("a2c", "A2C", "ppo.py", each([*GRID, *CART], 10), A2C),
+    Experiment(
+        "a2c-rate", "A2C, `--learning-rate 3e-3`", "ppo.py", each(CART, 10), f"{A2C} --learning-rate 3e-3"
+    ),
     Experiment("reinforce", "REINFORCE", "ppo.py", each(CART, 10), REINFORCE),
 ]
 for name, (label, tasks, flags) in VARIED.items():
@@ -192,7 +195,7 @@ STUDIES = {  # K is the number of epochs per rollout, 15 by default
     "epochs": Study(EPOCHS, SHORT, ("return", "kl", "clip_fraction")),
     "clip": Study(MANY_EPOCHS, [ACROBOT], ("return", "kl")),
     "a2c": Study(["ppo", "a2c"], GRID, ("return", "entropy")),
-    "reinforce": Study(["ppo", "a2c", "reinforce"], CART, ("return", "kl", "entropy")),
+    "reinforce": Study(["ppo", "a2c-rate", "a2c", "reinforce"], CART, ("return", "kl", "entropy")),
     "penalty": Study(PENALTIES, SHORT, ("return", "kl")),
     "details": Study(["ppo", "no-norm-adv", "clip-vloss", "no-anneal-lr"], DETAILS),
 }

@@ -9,6 +9,7 @@ Exit status: 0 if all that was graded is right, 1 if something is wrong or not w
 """
 
 import copy
+import functools
 import importlib.util
 import sys
 import traceback
@@ -19,9 +20,10 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import bugs
+import solutions
 import torch
 import tyro
-from graders import EXERCISES, PROPERTIES, Exercise, Wrong, properties, weights_after, with_gradient
+from graders import ACTOR, EXERCISES, PROPERTIES, Exercise, Wrong, properties, weights_after, with_gradient
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
@@ -30,7 +32,9 @@ NAMES = ", ".join(EXERCISES)
 
 @dataclass
 class Args:
-    names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()  # functions to grade (default: all), or: bug N
+    names: Annotated[
+        tuple[str, ...], tyro.conf.Positional
+    ] = ()  # functions to grade (default: all), or: bug N
     line: int | None = None  # of a broken copy: the line that you take for wrong
     file: Path = HERE / "exercises.py"  # with your functions
 
@@ -68,35 +72,35 @@ def grade(name: str, module: ModuleType) -> Grade:
             return Grade(False, f"{type(error).__name__} in the case '{case}': {error}", details)
         if not same(given, inputs):
             return Grade(False, "An argument is changed in place, which the caller still needs.")
-    return judge(exercise, outputs)
+    return judge(name, outputs)
 
 
-def judge(exercise: Exercise, outputs: dict[str, Any]) -> Grade:
+def judge(name: str, outputs: dict[str, Any]) -> Grade:
     """Compare the outputs of all cases with the right ones, else with those of typical wrong answers."""
-    right = answers(exercise, right_function(exercise))
+    exercise = EXERCISES[name]
+    right = answers(exercise, getattr(solutions, name))
     differing = [case for case in outputs if not same(outputs[case], right[case])]
     if not differing:
         return Grade(True)
     case = differing[0]
     details = show(exercise, case, outputs[case], right[case])
-    found, most = "", 0
-    for sentence, function in exercise.wrong.items():
-        others = answers(exercise, function)
+    closest, most = "", 0
+    for sentence, others in typical_answers(name).items():
         equal = sum(same(outputs[name], others[name]) for name in outputs)
         if equal == len(outputs):
             return Grade(False, sentence, details)
         if same(outputs[case], others[case]) and equal > most:
-            found, most = sentence, equal
-    if found:  # something else may be wrong, too, as other cases differ
-        return Grade(False, f"In the case '{case}': {found}", details)
+            closest, most = sentence, equal
+    if closest:  # something else is wrong, too, as other cases differ
+        return Grade(False, f"In the case '{case}': {closest}", details)
     return Grade(False, difference(exercise, case, outputs[case], right[case]), details)
 
 
-def right_function(exercise: Exercise) -> Any:
-    """The solution of an exercise."""
-    import solutions
-
-    return next(getattr(solutions, name) for name, other in EXERCISES.items() if other is exercise)
+@functools.cache
+def typical_answers(name: str) -> dict[str, dict[str, Any]]:
+    """The outputs of all typical wrong answers, by what is wrong with them."""
+    exercise = EXERCISES[name]
+    return {sentence: answers(exercise, function) for sentence, function in exercise.wrong.items()}
 
 
 def answers(exercise: Exercise, function: Any) -> dict[str, Any]:
@@ -129,8 +133,11 @@ def difference(exercise: Exercise, case: str, output: Any, right: Any) -> str:
         missing = [name for name, a, b in zip(PROPERTIES, output, right, strict=True) if a != b]
         return f"{where}, this is not so: {', '.join(missing)}."
     if exercise.observe is weights_after:
-        actor, critic = (same(output[rows], right[rows]) for rows in (slice(16), slice(16, None)))
-        return f"{where}, the weights {'of the critic' * actor + 'of the actor' * critic or 'of both networks'} are wrong."
+        if same(output[:ACTOR], right[:ACTOR]):
+            return f"{where}, the critic's weights are wrong, the actor's are right."
+        if same(output[ACTOR:], right[ACTOR:]):
+            return f"{where}, the actor's weights are wrong, the critic's are right."
+        return f"{where}, the weights of both networks are wrong."
     if exercise.observe is with_gradient:
         if same(output[0], right[0]):
             return f"{where}, the loss is right, but its gradient is not."
@@ -189,7 +196,8 @@ def words(x: Any) -> str:
 def load(path: Path) -> ModuleType:
     """Import a file as a module."""
     spec = importlib.util.spec_from_file_location("learner", path)
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

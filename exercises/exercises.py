@@ -52,7 +52,9 @@ def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
 # 3. Advantages
 
 
-def td_errors(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, gamma: float) -> Tensor:
+def td_errors(
+    rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, gamma: float
+) -> Tensor:
     """Temporal-difference errors [T, N], δ_t = r_t + γ V(s_{t+1}) - V(s_t) ([GAE], equation 10).
 
     All tensors are [T, N]. `values` are V(s_t), `next_values` V(s_{t+1}). `terminated` (bool) says that the task

@@ -133,9 +133,7 @@ RATIO = Exercise(
             lambda logits, actions, old: solutions.log_prob(logits, actions).exp() / old.exp()
         ),
         "This is a [B, B] table by broadcasting: one of the log-probabilities is [B, 1], the other [B]. It would train, badly, without an error.": (
-            lambda logits, actions, old: (
-                solutions.log_prob(logits, actions)[:, None] - old
-            ).exp()
+            lambda logits, actions, old: (solutions.log_prob(logits, actions)[:, None] - old).exp()
         ),
         "This is a [B, B] table: indexing with [:, actions] takes every action in every state. It would train, badly, without an error.": (
             lambda logits, actions, old: (table_of_log_probs(logits, actions) - old).exp()
@@ -351,7 +349,13 @@ GAE = Exercise(
 
 
 def gae_with(
-    rewards: Tensor, values: Tensor, next_values: Tensor, dead: Tensor, ended: Tensor, gamma: float, lam: float
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    dead: Tensor,
+    ended: Tensor,
+    gamma: float,
+    lam: float,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns, if `dead` states are worth 0, and `ended` stops the sum."""
     advantages = backwards(rewards + gamma * next_values * ~dead - values, ~ended, gamma * lam)
@@ -409,12 +413,14 @@ COMPUTE_GAE = Exercise(
         ),
         "The returns are r + γ V(s_{t+1}), the target for λ = 0: return A_t + V(s_t).": (
             lambda r, v, n, term, trunc, gamma, lam: (
-                solutions.compute_gae(r, v, n, term, trunc, gamma, lam)[0], r + gamma * n * ~term
+                solutions.compute_gae(r, v, n, term, trunc, gamma, lam)[0],
+                r + gamma * n * ~term,
             )
         ),
         "The returns are sums of rewards without the critic: return A_t + V(s_t).": (
             lambda r, v, n, term, trunc, gamma, lam: (
-                solutions.compute_gae(r, v, n, term, trunc, gamma, lam)[0], backwards(r, ~(term | trunc), gamma)
+                solutions.compute_gae(r, v, n, term, trunc, gamma, lam)[0],
+                backwards(r, ~(term | trunc), gamma),
             )
         ),
         "Advantages and returns are swapped.": lambda *inputs: solutions.compute_gae(*inputs)[::-1],
@@ -542,9 +548,15 @@ GRADIENT = Exercise(
         "The clip on the wrong side for A > 0: there the gradient is 0 above 1 + ε, not below 1 - ε.": (
             lambda r, a, e: r > 1 - e
         ),
-        "The case A < 0 is missing: there the gradient is 0 below 1 - ε.": lambda r, a, e: ~((a > 0) & (r > 1 + e)),
-        "The case A > 0 is missing: there the gradient is 0 above 1 + ε.": lambda r, a, e: ~((a < 0) & (r < 1 - e)),
-        "Every transition has one here: where is the clip?": lambda r, a, e: torch.ones_like(r, dtype=torch.bool),
+        "The case A < 0 is missing: there the gradient is 0 below 1 - ε.": lambda r, a, e: (
+            ~((a > 0) & (r > 1 + e))
+        ),
+        "The case A > 0 is missing: there the gradient is 0 above 1 + ε.": lambda r, a, e: (
+            ~((a < 0) & (r < 1 - e))
+        ),
+        "Every transition has one here: where is the clip?": lambda r, a, e: torch.ones_like(
+            r, dtype=torch.bool
+        ),
     },
 )
 
@@ -574,7 +586,9 @@ VALUE_LOSS = Exercise(
             lambda v, old, ret, c: 0.5 * torch.min(*squares(v, old, ret, c)).mean()
         ),
         "The factor ½ is missing.": lambda v, old, ret, c: torch.max(*squares(v, old, ret, c)).mean(),
-        "This is a sum: take the mean.": lambda v, old, ret, c: 0.5 * torch.max(*squares(v, old, ret, c)).sum(),
+        "This is a sum: take the mean.": lambda v, old, ret, c: (
+            0.5 * torch.max(*squares(v, old, ret, c)).sum()
+        ),
         "This is one loss for each transition: take the mean.": (
             lambda v, old, ret, c: 0.5 * torch.max(*squares(v, old, ret, c))
         ),
@@ -594,7 +608,8 @@ VALUE_LOSS = Exercise(
         ),
         "The ratio of the values is clipped: clip their difference.": (
             lambda v, old, ret, c: (
-                0.5 * torch.max((v - ret).square(), (old * (v / old).clamp(1 - c, 1 + c) - ret).square()).mean()
+                0.5
+                * torch.max((v - ret).square(), (old * (v / old).clamp(1 - c, 1 + c) - ret).square()).mean()
             )
         ),
         "These are absolute errors, not squared ones.": (
@@ -618,18 +633,26 @@ def entropy_terms(logits: Tensor, dim: int = -1) -> Tensor:
 
 ENTROPY = Exercise(
     8,
-    {"4 policies of 3 actions": (LOGITS,), "uniform": (torch.zeros(2, 4),), "a forbidden action": (FORBIDDEN,)},
+    {
+        "4 policies of 3 actions": (LOGITS,),
+        "uniform": (torch.zeros(2, 4),),
+        "a forbidden action": (FORBIDDEN,),
+    },
     {
         "The sign: an entropy is never negative.": lambda logits: -entropy_terms(logits).sum(-1),
         "The mean over the actions: sum their terms.": lambda logits: entropy_terms(logits).mean(-1),
-        "This is one number: return an entropy for each state.": lambda logits: entropy_terms(logits).sum(-1).mean(),
+        "This is one number: return an entropy for each state.": lambda logits: (
+            entropy_terms(logits).sum(-1).mean()
+        ),
         "This is one number, summed over the batch, too: return an entropy for each state.": (
             lambda logits: entropy_terms(logits).sum()
         ),
         "A forbidden action gives 0 times -inf, NaN: its term is 0.": (
             lambda logits: -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
         ),
-        "These are bits: use the natural logarithm.": lambda logits: entropy_terms(logits).sum(-1) / torch.tensor(2.0).log(),
+        "These are bits: use the natural logarithm.": lambda logits: (
+            entropy_terms(logits).sum(-1) / torch.tensor(2.0).log()
+        ),
         "The softmax is over the batch, not over the actions: use dim=-1.": (
             lambda logits: entropy_terms(logits, 0).sum(-1)
         ),
@@ -761,10 +784,14 @@ ADAPT = Exercise(
         "much too little": (0.4, 0.001, 0.01),
     },
     {
-        "The wrong way round: a policy that moved too far needs a larger penalty.": by_limits(1.5, 1 / 1.5, 0.5, 2),
+        "The wrong way round: a policy that moved too far needs a larger penalty.": by_limits(
+            1.5, 1 / 1.5, 0.5, 2
+        ),
         "Between both limits, β stays as it is.": by_limits(1, 1, 2, 0.5),
         "β is halved whenever it is not doubled: only below the target divided by 1.5.": halved_too_often,
-        "The limits are 1.5 times the target, and the target divided by 1.5, not 2.": by_limits(2, 0.5, 2, 0.5),
+        "The limits are 1.5 times the target, and the target divided by 1.5, not 2.": by_limits(
+            2, 0.5, 2, 0.5
+        ),
         "β is multiplied and divided by 1.5: 1.5 is the factor of the limits, 2 that of β.": (
             by_limits(1.5, 1 / 1.5, 1.5, 1 / 1.5)
         ),
@@ -831,9 +858,7 @@ MOMENTS = Exercise(
             moments_with(combined, lambda n, m: 0.5 if n else 1.0, added)
         ),
         "The old and the new rows have the same weight, and the variance lacks that between the groups.": (
-            moments_with(
-                lambda v, new, m, p: (1 - p) * v + p * population(new), lambda n, m: 0.5, added
-            )
+            moments_with(lambda v, new, m, p: (1 - p) * v + p * population(new), lambda n, m: 0.5, added)
         ),
         "These are the moments of the new rows alone.": (
             lambda mean, var, n, new: (new.mean(0), population(new), n + len(new))
@@ -842,7 +867,9 @@ MOMENTS = Exercise(
             moments_with(sample_variance, by_rows, added)
         ),
         "The count does not grow.": moments_with(combined, by_rows, lambda n, m: n),
-        "The count grows by 1: it is of rows, not of calls.": moments_with(combined, by_rows, lambda n, m: n + 1),
+        "The count grows by 1: it is of rows, not of calls.": moments_with(
+            combined, by_rows, lambda n, m: n + 1
+        ),
         "The count is that of the new rows alone.": moments_with(combined, by_rows, lambda n, m: m),
         "These are standard deviations: return variances.": (
             moments_with(lambda *inputs: combined(*inputs).sqrt(), by_rows, added)
@@ -854,7 +881,9 @@ MOMENTS = Exercise(
         ),
         "The squared difference of the means is weighed wrongly: by the share of the old rows times that of the new ones.": (
             moments_with(
-                lambda v, new, m, p: (1 - p) * v + p * population(new) + (new.mean(0) - m).square(), by_rows, added
+                lambda v, new, m, p: (1 - p) * v + p * population(new) + (new.mean(0) - m).square(),
+                by_rows,
+                added,
             )
         ),
     },
@@ -874,7 +903,9 @@ def properties(function: Callable, inputs: Inputs) -> tuple[bool, ...]:
     sizes = [len(part) for part in first]
     return (
         len(first) == number,
-        bool((rows.bincount(minlength=size) <= 1).all()) if rows.numel() and not rows.is_floating_point() else False,
+        bool((rows.bincount(minlength=size) <= 1).all())
+        if rows.numel() and not rows.is_floating_point()
+        else False,
         len(rows) >= size,
         max(sizes) - min(sizes) <= 1,
         size < 10 or not torch.equal(rows, rows.sort().values),
@@ -914,7 +945,9 @@ MINIBATCHES = Exercise(
             lambda size, number: list(torch.arange(size).tensor_split(number))
         ),
         "Rows are drawn with replacement: some come twice, others never.": (
-            lambda size, number: [torch.randint(0, size, (len(x),)) for x in torch.arange(size).tensor_split(number)]
+            lambda size, number: [
+                torch.randint(0, size, (len(x),)) for x in torch.arange(size).tensor_split(number)
+            ]
         ),
         "The rows that are left over are dropped: the sizes may differ by one.": (
             lambda size, number: list(torch.randperm(size)[: size // number * number].split(size // number))
@@ -926,7 +959,9 @@ MINIBATCHES = Exercise(
             lambda size, number: list(torch.randperm(size).chunk(number))
         ),
         "The last minibatch has all the rows that are left over: the sizes may differ by one only.": (
-            lambda size, number: list(torch.randperm(size).tensor_split([size // number * i for i in range(1, number)]))
+            lambda size, number: list(
+                torch.randperm(size).tensor_split([size // number * i for i in range(1, number)])
+            )
         ),
         "The order is the same in each epoch: shuffle anew in each call, without a fixed seed.": seeded,
         "`num_minibatches` is taken for the size of a minibatch: it is their number.": (
@@ -948,6 +983,9 @@ class Agent(nn.Module):
         with torch.no_grad():
             for seed, parameter in enumerate(self.parameters()):
                 parameter.copy_(random(*parameter.shape, seed=seed, scale=0.5))
+
+
+ACTOR = 16  # the number of its weights, which are the first
 
 
 def weights_after(function: Callable, inputs: Inputs) -> Tensor:
@@ -1036,29 +1074,53 @@ UPDATE = Exercise(
         "a gradient above the limit": (None, BATCH, HALVES, *COEFS, 0.05),
     },
     {
-        "Gradients add up over the steps: call optimizer.zero_grad() before each backward().": changed_update(zero="never"),
-        "No weight changes: is optimizer.step() called, and zero_grad() before backward(), not after it?": changed_update(epochs=0),
-        "One step per epoch, on gradients that add up: take one for each minibatch.": changed_update(steps="epoch"),
+        "Gradients add up over the steps: call optimizer.zero_grad() before each backward().": changed_update(
+            zero="never"
+        ),
+        "No weight changes: is optimizer.step() called, and zero_grad() before backward(), not after it?": changed_update(
+            epochs=0
+        ),
+        "One step per epoch, on gradients that add up: take one for each minibatch.": changed_update(
+            steps="epoch"
+        ),
         "Only one epoch is done.": changed_update(epochs=1),
         "The sign of the policy loss.": changed_update(policy=-1),
-        "The sign of the entropy bonus: the loss has - ent_coef · entropy, so that more entropy is better.": changed_update(ent=-1),
+        "The sign of the entropy bonus: the loss has - ent_coef · entropy, so that more entropy is better.": changed_update(
+            ent=-1
+        ),
         "The entropy bonus is missing.": changed_update(ent=0),
         "The value loss is missing.": changed_update(vf=0.0),
         "The value loss is not multiplied by vf_coef.": changed_update(vf=1.0),
         "The value loss lacks its ½.": changed_update(half=1.0),
-        "The value loss is a [B, B] table by broadcasting: values are [B, 1], returns [B]. Squeeze the values.": changed_update(table=True),
+        "The value loss is a [B, B] table by broadcasting: values are [B, 1], returns [B]. Squeeze the values.": changed_update(
+            table=True
+        ),
         "The ratio is not clipped.": changed_update(clip=1e9),
         "The advantages are not normalised.": changed_update(normalized="never"),
-        "The advantages are normalised once for the whole batch: do it in each minibatch.": changed_update(normalized="once"),
-        "The ratio is always 1: the policy is compared with itself, not with `old_log_probs`.": changed_update(recomputed="step"),
+        "The advantages are normalised once for the whole batch: do it in each minibatch.": changed_update(
+            normalized="once"
+        ),
+        "The ratio is always 1: the policy is compared with itself, not with `old_log_probs`.": changed_update(
+            recomputed="step"
+        ),
         "The old log-probabilities are computed anew in each epoch: they are those of the policy that acted, in `batch`.": (
             changed_update(recomputed="epoch")
         ),
-        "The gradient is not clipped, or before backward(), when it is not there yet.": changed_update(norm="never"),
-        "Each number of the gradient is clipped: clip the norm of all together (clip_grad_norm_).": changed_update(norm="values"),
-        "The gradient of each parameter is clipped alone: clip the norm of all together.": changed_update(norm="each"),
-        "The gradients of actor and critic are clipped apart: clip the norm of all together.": changed_update(norm="networks"),
-        "The critic's gradient is not clipped: clip the norm of all parameters together.": changed_update(norm="actor"),
+        "The gradient is not clipped, or before backward(), when it is not there yet.": changed_update(
+            norm="never"
+        ),
+        "Each number of the gradient is clipped: clip the norm of all together (clip_grad_norm_).": changed_update(
+            norm="values"
+        ),
+        "The gradient of each parameter is clipped alone: clip the norm of all together.": changed_update(
+            norm="each"
+        ),
+        "The gradients of actor and critic are clipped apart: clip the norm of all together.": changed_update(
+            norm="networks"
+        ),
+        "The critic's gradient is not clipped: clip the norm of all parameters together.": changed_update(
+            norm="actor"
+        ),
     },
     weights_after,
 )
@@ -1104,20 +1166,28 @@ MASK = Exercise(
         ),
         "One token too many: the response ends with the stop token.": (
             lambda tokens, stop: torch.cat(
-                [solutions.response_mask(tokens, stop)[:, :1] | True, solutions.response_mask(tokens, stop)[:, :-1]], -1
+                [
+                    solutions.response_mask(tokens, stop)[:, :1] | True,
+                    solutions.response_mask(tokens, stop)[:, :-1],
+                ],
+                -1,
             )
         ),
         "A response without a stop token loses all but its first token: argmax is 0 where there is none. It is as long as the row.": (
-            lambda tokens, stop: POSITIONS <= first_stop(tokens, stop)
+            lambda tokens, stop: first_stop(tokens, stop) >= POSITIONS
         ),
         "A response without a stop token is left out: it was cut off, and is as long as the row.": (
-            lambda tokens, stop: solutions.response_mask(tokens, stop) & (tokens == stop).any(-1, keepdim=True)
+            lambda tokens, stop: (
+                solutions.response_mask(tokens, stop) & (tokens == stop).any(-1, keepdim=True)
+            )
         ),
         "Up to the last stop token: the response ends with the first one.": last_stop,
         "Everything: what stands after the first stop token is padding.": (
             lambda tokens, stop: torch.ones_like(tokens, dtype=torch.bool)
         ),
-        "Only the stop tokens: what stands before belongs to the response, too.": lambda tokens, stop: tokens == stop,
+        "Only the stop tokens: what stands before belongs to the response, too.": lambda tokens, stop: (
+            tokens == stop
+        ),
         "All stop tokens after the first one belong to the response here: they are padding.": (
             lambda tokens, stop: ((tokens == stop).cumsum(-1) == 0) | (tokens == stop)
         ),
@@ -1153,7 +1223,9 @@ TOKEN_REWARDS = Exercise(
         "The sign of the KL term: the policy is penalised where it is more likely than the reference to choose the token.": (
             lambda s, new, ref, mask, b: b * (new - ref) * mask + at_last(s, mask)
         ),
-        "The KL term is not multiplied by β.": lambda s, new, ref, mask, b: -(new - ref) * mask + at_last(s, mask),
+        "The KL term is not multiplied by β.": lambda s, new, ref, mask, b: (
+            -(new - ref) * mask + at_last(s, mask)
+        ),
         "The KL term goes beyond the response: multiply it by the mask.": (
             lambda s, new, ref, mask, b: -b * (new - ref) + at_last(s, mask)
         ),

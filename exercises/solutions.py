@@ -22,7 +22,9 @@ def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
     return returns
 
 
-def td_errors(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, gamma: float) -> Tensor:
+def td_errors(
+    rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, gamma: float
+) -> Tensor:
     return rewards + gamma * next_values * ~terminated - values
 
 
