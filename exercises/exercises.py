@@ -3,9 +3,9 @@
     python exercises/check.py                   # grades all of them
     python exercises/check.py log_prob          # grades one, and says what is wrong
 
-Replace each `raise NotImplementedError` by a few lines. All tensors are float32, unless it says otherwise. Do not
-change the arguments in place: the caller still needs them. You may call functions that you have written before.
-docs/ppo_explained.md has the ideas in the same order; exercises/solutions.py has an answer to each.
+Replace each `raise NotImplementedError` by a few lines. All tensors are float32, unless it says otherwise. Do
+not change the arguments in place: the caller still needs them. You may call functions that you have written
+before. docs/ppo_explained.md has the ideas in the same order; exercises/solutions.py has an answer to each.
 
   [PPO] Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
   [GAE] Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation",
@@ -32,8 +32,8 @@ def log_prob(logits: Tensor, actions: Tensor) -> Tensor:
 def ratio(logits: Tensor, actions: Tensor, old_log_probs: Tensor) -> Tensor:
     """Ratios [B] of probabilities, r = π(a|s) / π_old(a|s) ([PPO], section 3).
 
-    `old_log_probs` [B] are log π_old(a|s), stored when the actions were taken. Probabilities may be as small as
-    1e-60, which float32 cannot hold. Their ratio is about 1 nevertheless.
+    `old_log_probs` [B] are log π_old(a|s), stored when the actions were taken. Probabilities may be as small
+    as 1e-60, which float32 cannot hold. Their ratio is about 1 nevertheless.
     """
     raise NotImplementedError
 
@@ -57,8 +57,8 @@ def td_errors(
 ) -> Tensor:
     """Temporal-difference errors [T, N], δ_t = r_t + γ V(s_{t+1}) - V(s_t) ([GAE], equation 10).
 
-    All tensors are [T, N]. `values` are V(s_t), `next_values` V(s_{t+1}). `terminated` (bool) says that the task
-    ended the episode at s_{t+1}: no reward follows, so that state is worth 0, whatever the critic says.
+    All tensors are [T, N]. `values` are V(s_t), `next_values` V(s_{t+1}). `terminated` (bool) says that the
+    task ended the episode at s_{t+1}: no reward follows, so that state is worth 0, whatever the critic says.
     """
     raise NotImplementedError
 
@@ -68,8 +68,8 @@ def gae(deltas: Tensor, ended: Tensor, gamma: float, gae_lambda: float) -> Tenso
 
     A_t = δ_t + γλ δ_{t+1} + (γλ)² δ_{t+2} + ..., up to the end of the episode, or of the rollout.
 
-    `deltas` [T, N] are those of `td_errors`. `ended` [T, N] (bool) says that step t ended an episode: δ_{t+1} is
-    of the next one.
+    `deltas` [T, N] are those of `td_errors`. `ended` [T, N] (bool) says that step t ended an episode: δ_{t+1}
+    is of the next one.
     """
     raise NotImplementedError
 
@@ -118,8 +118,8 @@ def clipped_loss(ratios: Tensor, advantages: Tensor, clip_coef: float) -> Tensor
 def has_gradient(ratios: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
     """Which transitions still change the policy: bool [B], true where the gradient of L^CLIP is not 0.
 
-    Compute it from the inequalities, without autograd: when does the clip stop a transition with A > 0, and when
-    one with A < 0? No ratio is exactly at a limit, and no advantage is 0.
+    Compute it from the inequalities, without autograd: when does the clip stop a transition with A > 0, and
+    when one with A < 0? No ratio is exactly at a limit, and no advantage is 0.
     """
     raise NotImplementedError
 
@@ -130,9 +130,9 @@ def has_gradient(ratios: Tensor, advantages: Tensor, clip_coef: float) -> Tensor
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_coef: float) -> Tensor:
     """The clipped value loss, a scalar: half of the mean of the larger of two squared errors.
 
-    All tensors are [B]. The first error is that of `values`. The second is that of `values` whose change since
-    the rollout, from `old_values`, is clipped to ±`clip_coef`.
-    It is detail 9 of "The 37 Implementation Details of PPO" (Huang et al. 2022), and not in the paper.
+    All tensors are [B]. The first error is that of `values`. The second is that of `values` whose change
+    since the rollout, from `old_values`, is clipped to ±`clip_coef`. It is detail 9 of "The 37 Implementation
+    Details of PPO" (Huang et al. 2022), and not in the paper.
     """
     raise NotImplementedError
 
@@ -170,10 +170,10 @@ def kl_estimates(old_log_probs: Tensor, log_probs: Tensor) -> tuple[Tensor, Tens
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, target: float) -> float:
-    """The next β of the adaptive KL penalty ([PPO], section 4), after an update that moved the policy by `kl`.
+    """The next β of the adaptive KL penalty ([PPO], section 4), after an update with this KL divergence.
 
-    Moved too far, above 1.5 times the target: penalise twice as much. Not far enough, below the target divided
-    by 1.5: half as much.
+    Moved too far, above 1.5 times the target: penalise twice as much. Not far enough, below the target
+    divided by 1.5: half as much.
     """
     raise NotImplementedError
 
@@ -186,9 +186,9 @@ def update_moments(
 ) -> tuple[Tensor, Tensor, int]:  # fmt: skip
     """Mean [D], variance [D] and number of all rows so far, after `new` rows [B, D] have come.
 
-    `mean`, `var` and `count` are those of the rows before, which are not at hand. Variances are divided by the
-    number of rows. The result must be what one would compute from all rows at once. (Chan et al. 1979 combine
-    two groups of rows in this way.)
+    `mean`, `var` and `count` are those of the rows before, which are not at hand. Variances are divided by
+    the number of rows. The result must be what one would compute from all rows at once. (Chan et al. 1979
+    combine two groups of rows in this way.)
     """
     raise NotImplementedError
 
@@ -217,9 +217,9 @@ def update(
     [B], old_log_probs [B], advantages [B], returns [B]), B being all rows of the rollout. `epochs` has the
     minibatches of each epoch, as row numbers.
 
-    The loss is clipped_loss + vf_coef · ½ (V - returns)² - ent_coef · entropy (means over the minibatch; [PPO],
-    equation 9 with the sign of a loss). Advantages are normalised in each minibatch. The gradient of all
-    parameters together is clipped to `max_grad_norm`.
+    The loss is clipped_loss + vf_coef · ½ (V - returns)² - ent_coef · entropy (means over the minibatch;
+    [PPO], equation 9 with the sign of a loss). Advantages are normalised in each minibatch. The gradient of
+    all parameters together is clipped to `max_grad_norm`.
     """
     raise NotImplementedError
 
@@ -230,8 +230,8 @@ def update(
 def response_mask(tokens: Tensor, stop_token: int) -> Tensor:
     """Which tokens [P, L] belong to the responses: bool [P, L], true up to the first stop token.
 
-    The stop token is part of its response, as the model has chosen it. What stands after it is padding, whatever
-    it is. A response without a stop token was cut off, and is as long as the row.
+    The stop token is part of its response, as the model has chosen it. What stands after it is padding,
+    whatever it is. A response without a stop token was cut off, and is as long as the row.
     """
     raise NotImplementedError
 
@@ -239,10 +239,10 @@ def response_mask(tokens: Tensor, stop_token: int) -> Tensor:
 def token_rewards(
     scores: Tensor, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, kl_coef: float
 ) -> Tensor:  # fmt: skip
-    """Rewards [P, L] of each token of a language model: -β (log π - log π_ref), and the score at the last token.
+    """Rewards [P, L] of tokens: -β (log π - log π_ref) at each, and the score at the last one.
 
-    `scores` [P] are of whole responses. `log_probs` and `ref_log_probs` [P, L] are of the sampled tokens, in the
-    policy and in the reference. `mask` [P, L] is that of `response_mask`: beyond it, rewards are 0.
+    `scores` [P] are of whole responses. `log_probs` and `ref_log_probs` [P, L] are of the sampled tokens, in
+    the policy and in the reference. `mask` [P, L] is that of `response_mask`: beyond it, rewards are 0.
     (Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", equation 2.)
     """
     raise NotImplementedError

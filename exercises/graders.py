@@ -10,13 +10,13 @@ from typing import Any
 
 import solutions
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
 Inputs = tuple[Any, ...]
 
 
-class Wrong(Exception):
+class Wrong(ValueError):  # noqa: N818
     """What is wrong, where the output cannot be compared at all."""
 
 
