@@ -141,6 +141,17 @@ def test_the_tables_of_the_pages_are_those_of_the_stored_results_and_of_the_code
 
 
 @pytest.mark.slow
+def test_each_figure_has_curves(report):
+    """Of stored results, and of the scripts' equations."""
+    import figures
+
+    made = figures.figures(report.load())
+    assert {"gae", "objective", "reinforce"} <= made.keys()
+    for name, figure in made.items():
+        assert any(axes.lines or axes.patches for axes in figure.axes), name
+
+
+@pytest.mark.slow
 def test_each_only_flag_on_the_pages_selects_runs(report):
     names = [run.name for run in experiments.runs()]
     for path in report.PAGES:

@@ -41,7 +41,7 @@ NAMES = (
     "README.md",
     "CONTRIBUTING.md",
     "results/README.md",
-    *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
+    *(f"{folder}/{p.name}" for folder in ("docs", "exercises") for p in ROOT.glob(f"{folder}/*.md")),
 )
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
 README, METRICS, VARIANTS = PAGES["README.md"], PAGES["docs/metrics.md"], PAGES["docs/scripts.md"]
@@ -216,6 +216,7 @@ def test_every_flag_exists():
     others = {"--help", "--compare", "--nproc-per-node", "--fix", "--check", "--logdir"}
     others |= {"--extra", "--torch-backend", "--no-deps"}  # of uv and pip
     others |= {"--fast", "--lowest", "--all"}  # of .ci/run and pytest
+    others |= {"--line", "--file"}  # of exercises/check.py
     others |= {"--nnodes", "--rdzv-backend", "--rdzv-endpoint"}  # of torchrun
     others |= {"--only", "--store", "--dry-run", "--peers", "--cleanrl", "--purejaxrl"}
     for name, text in PAGES.items():
