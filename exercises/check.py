@@ -28,6 +28,7 @@ from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 NAMES = ", ".join(EXERCISES)
+NUMBERS = Tensor | int | float
 
 
 @dataclass
@@ -50,7 +51,9 @@ class Grade:
 
 def grade(name: str, module: ModuleType) -> Grade:
     """Try a function on all cases of its exercise. A wrong one is compared with typical wrong answers."""
-    exercise, function = EXERCISES[name], getattr(module, name)
+    exercise, function = EXERCISES[name], getattr(module, name, None)
+    if function is None:
+        return Grade(False, "not in the file")
     outputs = {}
     for case, inputs in exercise.cases.items():
         given = copy.deepcopy(inputs)
@@ -69,6 +72,9 @@ def grade(name: str, module: ModuleType) -> Grade:
                     break
                 trace = trace.tb_next
             details = "".join(traceback.format_exception(type(error), error, trace))
+            if "backward through the graph a second time" in str(error):
+                advice = "Compute logits and values anew for each minibatch, as the weights have changed."
+                return Grade(False, advice, details)
             return Grade(False, f"{type(error).__name__} in the case '{case}': {error}", details)
         if not same(given, inputs):
             return Grade(False, "An argument is changed in place, which the caller still needs.")
@@ -78,22 +84,40 @@ def grade(name: str, module: ModuleType) -> Grade:
 def judge(name: str, outputs: dict[str, Any]) -> Grade:
     """Compare the outputs of all cases with the right ones, else with those of typical wrong answers."""
     exercise = EXERCISES[name]
-    right = answers(exercise, getattr(solutions, name))
-    differing = [case for case in outputs if not same(outputs[case], right[case])]
-    if not differing:
+    right = in_parts(exercise, answers(exercise, getattr(solutions, name)))
+    given = in_parts(exercise, outputs)
+    differing = [key for key in right if not same(given.get(key), right[key])]
+    if not differing and len(given) == len(right):
         return Grade(True)
-    case = differing[0]
-    details = show(exercise, case, outputs[case], right[case])
+    first = differing[0] if differing else next(iter(right))
+    case, _ = first
+    details = show(exercise, case, outputs[case], {key: x for key, x in right.items() if key[0] == case})
+    tells = isinstance(given.get(first), NUMBERS) and torch.as_tensor(given[first]).isfinite().all()
+    tells = tells and torch.as_tensor(given[first]).any()  # zeros and NaN have many reasons
     closest, most = "", 0
-    for sentence, others in typical_answers(name).items():
-        equal = sum(same(outputs[name], others[name]) for name in outputs)
-        if equal == len(outputs):
+    for sentence, wrong_outputs in typical_answers(name).items():
+        others = in_parts(exercise, wrong_outputs)
+        equal = sum(same(given.get(key), others.get(key)) for key in right)
+        if equal == len(right) and len(given) == len(others):
             return Grade(False, sentence, details)
-        if same(outputs[case], others[case]) and equal > most:
+        # Of two mistakes it is one, if it explains the first difference, and breaks nothing that is right.
+        breaks = any(not same(others.get(key), right[key]) for key in right if key not in differing)
+        if tells and not breaks and same(given[first], others.get(first)) and equal > most:
             closest, most = sentence, equal
-    if closest:  # something else is wrong, too, as other cases differ
+    if closest:
         return Grade(False, f"In the case '{case}': {closest}", details)
-    return Grade(False, difference(exercise, case, outputs[case], right[case]), details)
+    return Grade(False, difference(exercise, first, outputs[case], given.get(first), right[first]), details)
+
+
+def in_parts(exercise: Exercise, outputs: dict[str, Any]) -> dict[tuple[str, int], Any]:
+    """The outputs by case and position, where a function returns several."""
+    parts = {}
+    for case, output in outputs.items():
+        if isinstance(output, list) and not exercise.parts:
+            output = torch.as_tensor(output)
+        several = output if isinstance(output, tuple | list) else (output,)
+        parts |= {(case, index): part for index, part in enumerate(several)}
+    return parts
 
 
 @functools.cache
@@ -115,10 +139,10 @@ def answers(exercise: Exercise, function: Any) -> dict[str, Any]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two outputs are equal, up to rounding: numbers, tensors or tuples of them."""
-    if isinstance(a, tuple | list) or isinstance(b, tuple | list):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    if a is None or b is None:
+    """Whether two results are equal, up to rounding: numbers, tensors, or tuples of them."""
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(map(same, a, b))
+    if not isinstance(a, NUMBERS) or not isinstance(b, NUMBERS):
         return a is b
     a, b = torch.as_tensor(a), torch.as_tensor(b)
     if a.shape != b.shape or (a.dtype == torch.bool) != (b.dtype == torch.bool):
@@ -126,65 +150,68 @@ def same(a: Any, b: Any) -> bool:
     return torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-def difference(exercise: Exercise, case: str, output: Any, right: Any) -> str:
-    """What distinguishes an output from the right one, in words."""
+def difference(exercise: Exercise, key: tuple[str, int], output: Any, part: Any, right: Any) -> str:
+    """What distinguishes a part of an output from the right one, in words."""
+    case, index = key
     where = f"In the case '{case}'"
     if exercise.observe is properties:
-        missing = [name for name, a, b in zip(PROPERTIES, output, right, strict=True) if a != b]
+        missing = [name for name, has in zip(PROPERTIES, output, strict=True) if not has]
         return f"{where}, this is not so: {', '.join(missing)}."
     if exercise.observe is weights_after:
-        if same(output[:ACTOR], right[:ACTOR]):
+        if same(part[:ACTOR], right[:ACTOR]):
             return f"{where}, the critic's weights are wrong, the actor's are right."
-        if same(output[ACTOR:], right[ACTOR:]):
+        if same(part[ACTOR:], right[ACTOR:]):
             return f"{where}, the actor's weights are wrong, the critic's are right."
         return f"{where}, the weights of both networks are wrong."
-    if exercise.observe is with_gradient:
-        if same(output[0], right[0]):
-            return f"{where}, the loss is right, but its gradient is not."
-        output, right = output[0], right[0]
-    if output is None:
+    if exercise.observe is with_gradient and index == 1:
+        if not part.any():
+            return f"{where}, the result is right, but has no gradient: is it detached from the input?"
+        return f"{where}, the result is right, but its gradient is not."
+    if output is None or (part is None and not exercise.parts):
         return "Nothing is returned."
-    if isinstance(right, tuple):
-        if not isinstance(output, tuple) or len(output) != len(right):
-            return f"Return a tuple of {len(right)}."
-        index = next(i for i, (a, b) in enumerate(zip(output, right, strict=True)) if not same(a, b))
-        where = f"{where}, of number {index + 1} of the tuple"
-        output, right = output[index], right[index]
-    if not isinstance(output, Tensor | int | float):
-        return f"{where}, the type is {type(output).__name__}: return a tensor."
-    output, right = torch.as_tensor(output), torch.as_tensor(right)
-    if output.shape != right.shape:
-        return f"{where}, the shape is {list(output.shape)}, where {list(right.shape)} is asked."
-    if (output.dtype == torch.bool) != (right.dtype == torch.bool):
-        return f"{where}, the dtype is {output.dtype}, where {right.dtype} is asked."
+    if exercise.parts:
+        if not isinstance(output, tuple | list) or len(output) != len(exercise.parts):
+            return f"Return {len(exercise.parts)} results: {', '.join(exercise.parts)}."
+        where = f"{where}, {exercise.parts[index]}"
+    if not isinstance(part, NUMBERS):
+        return f"{where}: the type is {type(part).__name__}. Return a tensor."
+    part, right = torch.as_tensor(part), torch.as_tensor(right)
+    if part.shape != right.shape:
+        return f"{where}: the shape is {list(part.shape)}, where {list(right.shape)} is asked."
+    if (part.dtype == torch.bool) != (right.dtype == torch.bool):
+        return f"{where}: the dtype is {part.dtype}, where {right.dtype} is asked."
     if right.dtype == torch.bool:
-        return f"{where}, {int((output != right).sum())} of {right.numel()} are wrong."
-    if output.isnan().any():
-        return f"{where}, there is NaN."
-    if same(output, -right):
-        return "The sign."
-    factors = (output / right)[right != 0]
+        return f"{where}: {int((part != right).sum())} of {right.numel()} are wrong."
+    if part.isnan().any():
+        return f"{where}: there is NaN."
+    if same(part, -right):
+        return f"{where}: the sign."
+    if right.dim() == 0:
+        return f"{where}: {words(part.item())} in the place of {words(right.item())}."
+    factors = (part / right)[right != 0]
     if len(factors) > 1 and same(factors, factors[0].expand_as(factors)):
-        return f"{where}, the result is {factors[0]:.4g} times the right one."
-    wrong = (output - right).abs() > 1e-5 + 1e-4 * right.abs()
-    return f"{where}, {int(wrong.sum())} of {right.numel()} numbers are wrong."
+        return f"{where}: the result is {factors[0]:.4g} times the right one."
+    wrong = (part - right).abs() > 1e-5 + 1e-4 * right.abs()
+    return f"{where}: {int(wrong.sum())} of {right.numel()} numbers are wrong."
 
 
-def show(exercise: Exercise, case: str, output: Any, right: Any) -> str:
+def show(exercise: Exercise, case: str, output: Any, right: dict[tuple[str, int], Any]) -> str:
     """The inputs of a case, and both outputs."""
-    if exercise.observe not in (Exercise.observe, with_gradient):
+    if exercise.observe in (properties, weights_after):
         return ""
     inputs = ", ".join(words(x) for x in exercise.cases[case])
+    expected: Any = tuple(right.values())
     if exercise.observe is with_gradient:
-        output, right = (f"{words(x[0])}, with the gradient {words(x[1])}" for x in (output, right))
-    else:
-        output, right = words(output), words(right)
-    return f"case:   {case}\ninputs: {inputs}\nyours:  {output}\nright:  {right}"
+        if same(output[0], expected[0]):
+            output, expected = (f"{words(x[0])}, with the gradient {words(x[1])}" for x in (output, expected))
+        else:
+            output, expected = output[0], expected[0]
+    return f"case:   {case}\ninputs: {inputs}\nyours:  {words(output)}\nright:  {words(expected)}"
 
 
 def words(x: Any) -> str:
     """A number, or a tensor as a list of rounded numbers."""
-    if isinstance(x, tuple):
+    if isinstance(x, tuple | list):
         return ", ".join(words(part) for part in x)
     if isinstance(x, Tensor):
         if x.is_floating_point():

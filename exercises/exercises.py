@@ -24,7 +24,8 @@ from torch import Tensor, nn
 def log_prob(logits: Tensor, actions: Tensor) -> Tensor:
     """Log-probabilities [B] of actions [B] (integers) in a policy of logits [B, A].
 
-    π(a|s) is the softmax of the logits. Do not use torch.distributions: this is what it computes.
+    π(a|s) is the softmax of the logits. Do not use torch.distributions: this is what it computes. The result
+    keeps its gradient, as those of `ratio`, `clipped_loss`, `value_loss` and `entropy` do.
     """
     raise NotImplementedError
 
@@ -57,8 +58,9 @@ def td_errors(
 ) -> Tensor:
     """Temporal-difference errors [T, N], δ_t = r_t + γ V(s_{t+1}) - V(s_t) ([GAE], equation 10).
 
-    All tensors are [T, N]. `values` are V(s_t), `next_values` V(s_{t+1}). `terminated` (bool) says that the
-    task ended the episode at s_{t+1}: no reward follows, so that state is worth 0, whatever the critic says.
+    All tensors are [T, N]. `values` are V(s_t); `next_values` are V(s_{t+1}), of the states that the steps
+    led to. `terminated` (bool) says that the task ended the episode at s_{t+1}: no reward follows, so that
+    state is worth 0, whatever the critic says.
     """
     raise NotImplementedError
 
@@ -88,7 +90,8 @@ def compute_gae(
     - `terminated`: the task is over, such as when the pole falls. No reward follows.
     - `truncated`: a time limit ended the episode, but the task would have gone on, and brought more reward.
 
-    `next_values` are the values of the states that the steps led to, also where these ended an episode.
+    `next_values` are the values of the states that the steps led to. Within an episode, that is the next row
+    of `values`. Where a step ended an episode, it is not: the next row is of another one.
     """
     raise NotImplementedError
 
@@ -99,7 +102,8 @@ def compute_gae(
 def normalize_advantages(advantages: Tensor) -> Tensor:
     """Advantages [B] minus their mean, divided by their standard deviation (torch's, plus 1e-8).
 
-    If all of them are equal, or if there is only one, there is nothing to compare: return zeros.
+    The 1e-8 is there for equal advantages, whose deviation is 0. If there is only one advantage, there is
+    nothing to compare it with: return 0.
     """
     raise NotImplementedError
 
@@ -143,7 +147,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_coef: f
 def entropy(logits: Tensor) -> Tensor:
     """Entropies [B], in nats, of policies with logits [B, A]: -Σ_a π(a|s) log π(a|s).
 
-    A logit may be -inf: such an action is forbidden, and adds nothing to the entropy.
+    A logit may be -inf: such an action is forbidden, and adds nothing to the entropy. Its gradient is 0.
     """
     raise NotImplementedError
 
@@ -173,7 +177,7 @@ def adapt_kl_coef(kl_coef: float, kl: float, target: float) -> float:
     """The next β of the adaptive KL penalty ([PPO], section 4), after an update with this KL divergence.
 
     Moved too far, above 1.5 times the target: penalise twice as much. Not far enough, below the target
-    divided by 1.5: half as much.
+    divided by 1.5: half as much. Between these limits, β stays.
     """
     raise NotImplementedError
 
@@ -254,8 +258,8 @@ def token_rewards(
 def group_advantages(scores: Tensor) -> Tensor:
     """Advantages [P, G] of the G responses to each of P prompts, without a critic: GRPO.
 
-    Each response is compared with the others to the same prompt: its score minus their mean, divided by their
-    standard deviation (torch's, plus 1e-4). If all scores of a group are equal, its advantages are 0.
+    A group has all responses to the same prompt. An advantage is the response's score minus the mean of its
+    group, divided by the standard deviation of its group (torch's, plus 1e-4, as scores may be equal).
     (Shao et al. 2024, "DeepSeekMath", section 4.1.2.)
     """
     raise NotImplementedError

@@ -28,6 +28,7 @@ class Exercise:
     cases: dict[str, Inputs]
     wrong: dict[str, Callable]  # what is wrong: a function that does so
     observe: Callable[[Callable, Inputs], Any] = lambda function, inputs: function(*inputs)
+    parts: tuple[str, ...] = ()  # names of several results
 
 
 def tensor(*numbers: Any) -> Tensor:
@@ -42,16 +43,14 @@ def bools(*rows: list[int]) -> Tensor:
     return torch.tensor(rows, dtype=torch.bool)
 
 
-def with_gradient(function: Callable, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The output of a loss, and its gradient with regard to the first input."""
+def with_gradient(function: Callable, inputs: Inputs) -> tuple[Any, Tensor]:
+    """The result, and the gradient of its sum with regard to the first input: 0 if it has none."""
     first = inputs[0].clone().requires_grad_()
-    loss = function(first, *inputs[1:])
-    if not isinstance(loss, Tensor) or not loss.requires_grad:
-        raise Wrong(
-            "The result has no gradient: a loss must be a tensor, computed without .item(), .detach() and no_grad()."
-        )
-    (gradient,) = torch.autograd.grad(loss.sum(), first)
-    return loss.detach(), gradient
+    result = function(first, *inputs[1:])
+    if not isinstance(result, Tensor) or not result.requires_grad:
+        return result, torch.zeros_like(first)
+    (gradient,) = torch.autograd.grad(result.sum(), first, materialize_grads=True)
+    return result.detach(), gradient
 
 
 # 1. The ratio
@@ -107,7 +106,16 @@ LOG_PROB = Exercise(
         "Large logits overflow: exp(200) is infinite in float32. log_softmax subtracts the largest first.": (
             naive_log_prob
         ),
+        "Probabilities are divided by a sum over the whole batch: divide by that of their own state (dim=-1).": (
+            lambda logits, actions: (
+                solutions.log_prob(logits, actions) + logits.logsumexp(-1) - logits.logsumexp((0, 1))
+            )
+        ),
+        "A small number is added to the probabilities before the logarithm, so that small ones are wrong: use log_softmax.": (
+            lambda logits, actions: (logits.softmax(-1).gather(-1, actions[:, None])[:, 0] + 1e-8).log()
+        ),
     },
+    with_gradient,
 )
 RATIO = Exercise(
     1,
@@ -147,7 +155,16 @@ RATIO = Exercise(
         "These logits are not log-probabilities: the logarithm of the sum of their exponentials is missing (log_softmax).": (
             lambda logits, actions, old: (logits.gather(-1, actions[:, None])[:, 0] - old).exp()
         ),
+        "A small number is added to the probabilities before the logarithm, so that tiny ones are wrong: use log_softmax.": (
+            lambda logits, actions, old: (
+                (logits.softmax(-1) + 1e-10).log().gather(-1, actions[:, None])[:, 0] - old
+            ).exp()
+        ),
+        "A small number is added to the old probability, so that tiny ones are lost: subtract the log-probabilities, then take exp.": (
+            lambda logits, actions, old: solutions.log_prob(logits, actions).exp() / (old.exp() + 1e-8)
+        ),
     },
+    with_gradient,
 )
 
 # 2. Returns
@@ -181,7 +198,7 @@ RETURNS = Exercise(
     },
     {
         "This goes forwards in time: a return sums what follows a step, so begin at the end.": forwards,
-        "Discounts count from the first step of the episode, not from step t: G_t begins with r_t, undiscounted.": (
+        "You discount from the first step of the episode, not from step t: G_t begins with r_t, undiscounted.": (
             discounted_from_the_start
         ),
         "Rewards are not discounted.": lambda rewards, gamma: rewards.flip(0).cumsum(0).flip(0),
@@ -204,21 +221,34 @@ RETURNS = Exercise(
         "The returns are in reverse order: the last step's comes first.": (
             lambda rewards, gamma: solutions.discounted_returns(rewards, gamma).flip(0)
         ),
+        "The returns are normalised: that is not part of their definition.": (
+            lambda rewards, gamma: solutions.normalize_advantages(
+                solutions.discounted_returns(rewards, gamma)
+            )
+        ),
     },
 )
 
 # 3. Advantages
 
-REWARDS, VALUES, NEXT_VALUES = random(3, 4, 2, seed=1)
+REWARDS, VALUES, LAST_VALUES = random(3, 4, 2, seed=1)
 NO_END = torch.zeros(4, 2, dtype=torch.bool)
-ENDS = bools([0, 0], [1, 0], [0, 0], [0, 1])
-OTHERS = bools([0, 0], [0, 0], [0, 1], [0, 0])  # other ends, in a time limit
+ENDS = bools([0, 0], [1, 0], [0, 1], [0, 0])
+OTHERS = bools([0, 1], [0, 0], [1, 0], [0, 1])  # other ends, by a time limit
+
+
+def critic(ended: Tensor) -> tuple[Tensor, Tensor]:
+    """Values of the states and of the ones after them, which are the next row's unless an episode ended."""
+    following = torch.cat([VALUES[1:], LAST_VALUES[-1:]])
+    return VALUES, torch.where(ended, LAST_VALUES, following)
+
 
 TD_ERRORS = Exercise(
     3,
     {
-        "no episode ends": (REWARDS, VALUES, NEXT_VALUES, NO_END, 0.9),
-        "two steps are terminal": (REWARDS, VALUES, NEXT_VALUES, ENDS, 0.9),
+        "no episode ends": (REWARDS, *critic(NO_END), NO_END, 0.9),
+        "two steps are terminal": (REWARDS, *critic(ENDS), ENDS, 0.9),
+        "time limits ended other episodes": (REWARDS, *critic(ENDS | OTHERS), ENDS, 0.9),
     },
     {
         "You bootstrap across the end of an episode: where `terminated`, V(s_{t+1}) counts as 0.": (
@@ -248,8 +278,14 @@ TD_ERRORS = Exercise(
         ),
         "V(s_{t+1}) is missing: this is the reward minus V(s_t).": lambda r, v, n, ended, gamma: r - v,
         "V(s_{t+1}) and V(s_t) are swapped.": lambda r, v, n, ended, gamma: r + gamma * v * ~ended - n,
-        "You take the next row of `values` for V(s_{t+1}): where an episode ended, that is of another episode. Use `next_values`.": (
+        "The last step of the rollout has no V(s_{t+1}): the rollout ends there, the episode does not. Use `next_values`.": (
+            lambda r, v, n, ended, gamma: r + gamma * torch.cat([v[1:], 0 * v[:1]]) * ~ended - v
+        ),
+        "You take the next row of `values` for V(s_{t+1}): where a time limit ended an episode, that is of another one. Use `next_values`.": (
             lambda r, v, n, ended, gamma: r + gamma * torch.cat([v[1:], n[-1:]]) * ~ended - v
+        ),
+        "The last step of the rollout has the value of the first one for V(s_{t+1}). Use `next_values`.": (
+            lambda r, v, n, ended, gamma: r + gamma * v.roll(-1, 0) * ~ended - v
         ),
     },
 )
@@ -315,9 +351,6 @@ GAE = Exercise(
         "The sum stops one step too late: use `ended[t]`, not `ended[t - 1]`.": (
             lambda deltas, ended, gamma, lam: backwards(deltas, ~shifted(ended, -1), gamma * lam)
         ),
-        "The sum stops one step too late: use `ended[t]`, not `ended[t - 1]`. (In the first row, that is the last one.)": (
-            lambda deltas, ended, gamma, lam: backwards(deltas, ~ended.roll(1, 0), gamma * lam)
-        ),
         "The last step of an episode loses its own δ_t: only A_{t+1} does not count there.": delta_is_masked,
         "`ended` is the wrong way round: A_{t+1} counts where the episode ended, and only there.": (
             lambda deltas, ended, gamma, lam: backwards(deltas, ended, gamma * lam)
@@ -362,6 +395,10 @@ def gae_with(
     return advantages, advantages + values
 
 
+def normal(advantages: Tensor) -> Tensor:
+    return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+
+
 def of_another_episode(r, v, n, term, trunc, gamma, lam):  # type: ignore[no-untyped-def]
     return gae_with(r, v, torch.cat([v[1:], n[-1:]]), term, term | trunc, gamma, lam)
 
@@ -370,15 +407,19 @@ def state_before_the_limit(r, v, n, term, trunc, gamma, lam):  # type: ignore[no
     return gae_with(r, v, torch.where(trunc, v, n), term, term | trunc, gamma, lam)
 
 
-TIMES = REWARDS, VALUES, NEXT_VALUES
+def times(terminated: Tensor, truncated: Tensor) -> Inputs:
+    """Inputs with these ends."""
+    return REWARDS, *critic(terminated | truncated), terminated, truncated, 0.9, 0.95
+
+
 COMPUTE_GAE = Exercise(
     4,
     {
-        "no episode ends": (*TIMES, NO_END, NO_END, 0.9, 0.95),
-        "two steps are terminated": (*TIMES, ENDS, NO_END, 0.9, 0.95),
-        "two steps are truncated": (*TIMES, NO_END, ENDS, 0.9, 0.95),
-        "some are terminated, others truncated": (*TIMES, ENDS, OTHERS, 0.9, 0.95),
-        "two steps are both": (*TIMES, ENDS, ENDS, 0.9, 0.95),
+        "no episode ends": times(NO_END, NO_END),
+        "two steps are terminated": times(ENDS, NO_END),
+        "two steps are truncated": times(NO_END, ENDS),
+        "some are terminated, others truncated": times(ENDS, OTHERS),
+        "two steps are both": times(ENDS, ENDS),
     },
     {
         "You treat a time limit as a death: where only `truncated`, V(s_{t+1}) counts, as more reward would have followed.": (
@@ -427,7 +468,22 @@ COMPUTE_GAE = Exercise(
         "Only the advantages are returned: return a pair, advantages and returns.": (
             lambda *inputs: solutions.compute_gae(*inputs)[0]
         ),
+        "The last step of the rollout has no V(s_{t+1}): the rollout ends there, the episode does not. Use `next_values`.": (
+            lambda r, v, n, term, trunc, *f: gae_with(
+                r, v, torch.cat([n[:-1], 0 * n[:1]]), term, term | trunc, *f
+            )
+        ),
+        "The advantages are normalised here: that comes later, in each minibatch.": (
+            lambda *inputs: (normal(solutions.compute_gae(*inputs)[0]), solutions.compute_gae(*inputs)[1])
+        ),
+        "The advantages are normalised before the returns are made of them, which then have another scale than the rewards.": (
+            lambda *inputs: (
+                normal(solutions.compute_gae(*inputs)[0]),
+                normal(solutions.compute_gae(*inputs)[0]) + inputs[1],
+            )
+        ),
     },
+    parts=("the advantages", "the returns"),
 )
 
 # 5. Normalisation
@@ -492,10 +548,10 @@ CLIPPED_LOSS = Exercise(
         "The minimum is missing: clip(r) A alone has no gradient where the policy has moved the wrong way, too.": (
             lambda r, a, e: -(r.clamp(1 - e, 1 + e) * a).mean()
         ),
-        "The maximum of both terms, where the objective has the minimum: so the clip acts at the wrong limits.": (
+        "This is the maximum of both terms, where the objective has the minimum: so the clip acts at the wrong limits.": (
             lambda r, a, e: -torch.max(r * a, r.clamp(1 - e, 1 + e) * a).mean()
         ),
-        "The clip on the wrong side for A < 0: such an action should become less likely, so 1 - ε is the limit.": (
+        "The clip is on the wrong side for A < 0: such an action should become less likely, so 1 - ε is the limit.": (
             lambda r, a, e: -(r.clamp(max=1 + e) * a).mean()
         ),
         "Only 1 + ε is a limit: for A < 0, 1 - ε is the one that counts.": (
@@ -508,13 +564,16 @@ CLIPPED_LOSS = Exercise(
         "The product of ratio and advantage is clipped: clip the ratio, then multiply.": (
             lambda r, a, e: -torch.min(r * a, (r * a).clamp(1 - e, 1 + e)).mean()
         ),
+        "The product of ratio and advantage is clipped, and the minimum is missing: clip the ratio, then multiply.": (
+            lambda r, a, e: -(r * a).clamp(1 - e, 1 + e).mean()
+        ),
         "The advantages are clipped: clip the ratio.": (
             lambda r, a, e: -torch.min(r * a, r * a.clamp(1 - e, 1 + e)).mean()
         ),
         "The clipped term is not multiplied by the advantage.": (
             lambda r, a, e: -torch.min(r * a, r.clamp(1 - e, 1 + e)).mean()
         ),
-        "The minimum of two means: take the minimum for each transition, then the mean.": (
+        "This is the minimum of two means: take the minimum for each transition, then the mean.": (
             lambda r, a, e: -torch.min((r * a).mean(), (r.clamp(1 - e, 1 + e) * a).mean())
         ),
         "This is a sum: take the mean, so that the step does not depend on the size of the minibatch.": (
@@ -523,7 +582,7 @@ CLIPPED_LOSS = Exercise(
         "This is one loss for each transition: take the mean.": (
             lambda r, a, e: -objective(r, a, 1 - e, 1 + e)
         ),
-        "The maximum of r A and clip(r) A, and no minus sign: the loss is the maximum of -r A and -clip(r) A.": (
+        "This is the maximum of r A and clip(r) A, without a minus sign: the loss is the maximum of -r A and -clip(r) A.": (
             lambda r, a, e: torch.max(r * a, r.clamp(1 - e, 1 + e) * a).mean()
         ),
     },
@@ -536,16 +595,16 @@ GRADIENT = Exercise(
         "These are the transitions whose ratio is within 1 ± ε. Beyond one of the limits there is a gradient, too: it pulls back.": (
             lambda r, a, e: (r - 1).abs() < e
         ),
-        "The wrong way round: these are the transitions without a gradient.": (
+        "This is the wrong way round: these are the transitions without a gradient.": (
             lambda *inputs: ~solutions.has_gradient(*inputs)
         ),
         "The limits are swapped: for A > 0 the gradient is 0 above 1 + ε, for A < 0 below 1 - ε.": (
             lambda r, a, e: ~(((a > 0) & (r < 1 - e)) | ((a < 0) & (r > 1 + e)))
         ),
-        "The clip on the wrong side for A < 0: there the gradient is 0 below 1 - ε, not above 1 + ε.": (
+        "The clip is on the wrong side for A < 0: there the gradient is 0 below 1 - ε, not above 1 + ε.": (
             lambda r, a, e: r < 1 + e
         ),
-        "The clip on the wrong side for A > 0: there the gradient is 0 above 1 + ε, not below 1 - ε.": (
+        "The clip is on the wrong side for A > 0: there the gradient is 0 above 1 + ε, not below 1 - ε.": (
             lambda r, a, e: r > 1 - e
         ),
         "The case A < 0 is missing: there the gradient is 0 below 1 - ε.": lambda r, a, e: (
@@ -578,11 +637,13 @@ VALUE_LOSS = Exercise(
     7,
     V_CASES,
     {
-        "The value is not clipped.": lambda v, old, ret, c: 0.5 * (v - ret).square().mean(),
-        "The error of the clipped value alone: take the larger of both errors.": (
+        "The value is not clipped: what is limited is its change since the rollout, values - old_values.": lambda v, old, ret, c: (
+            0.5 * (v - ret).square().mean()
+        ),
+        "This is the error of the clipped value alone: take the larger of both errors.": (
             lambda v, old, ret, c: 0.5 * squares(v, old, ret, c)[1].mean()
         ),
-        "The smaller of both errors: take the larger one, as the clip must not help.": (
+        "This is the smaller of both errors: take the larger one, as the clip must not help.": (
             lambda v, old, ret, c: 0.5 * torch.min(*squares(v, old, ret, c)).mean()
         ),
         "The factor ½ is missing.": lambda v, old, ret, c: torch.max(*squares(v, old, ret, c)).mean(),
@@ -592,7 +653,7 @@ VALUE_LOSS = Exercise(
         "This is one loss for each transition: take the mean.": (
             lambda v, old, ret, c: 0.5 * torch.max(*squares(v, old, ret, c))
         ),
-        "The larger of two means: take the larger error of each transition, then the mean.": (
+        "This is the larger of two means: take the larger error of each transition, then the mean.": (
             lambda v, old, ret, c: 0.5 * torch.max(*(x.mean() for x in squares(v, old, ret, c)))
         ),
         "The value itself is clipped to ±ε: clip its change, values - old_values.": (
@@ -628,7 +689,12 @@ FORBIDDEN = tensor([0.0, -torch.inf, 1.0], [2.0, 0.0, -torch.inf])
 
 
 def entropy_terms(logits: Tensor, dim: int = -1) -> Tensor:
-    return -(logits.softmax(dim) * logits.log_softmax(dim)).nan_to_num(0)
+    log_probs = logits.log_softmax(dim)
+    return -log_probs.exp() * log_probs.clamp(min=torch.finfo(logits.dtype).min)
+
+
+def without_forbidden(logits: Tensor) -> Tensor:
+    return torch.where(logits.isinf(), 0.0, logits)
 
 
 ENTROPY = Exercise(
@@ -640,7 +706,7 @@ ENTROPY = Exercise(
     },
     {
         "The sign: an entropy is never negative.": lambda logits: -entropy_terms(logits).sum(-1),
-        "The mean over the actions: sum their terms.": lambda logits: entropy_terms(logits).mean(-1),
+        "This is the mean over the actions: sum their terms.": lambda logits: entropy_terms(logits).mean(-1),
         "This is one number: return an entropy for each state.": lambda logits: (
             entropy_terms(logits).sum(-1).mean()
         ),
@@ -657,7 +723,7 @@ ENTROPY = Exercise(
             lambda logits: entropy_terms(logits, 0).sum(-1)
         ),
         "Probabilities are multiplied by logits, not by log-probabilities (log_softmax).": (
-            lambda logits: -(logits.softmax(-1) * logits).nan_to_num(0).sum(-1)
+            lambda logits: -(logits.softmax(-1) * logits.clamp(min=-1e30)).sum(-1)
         ),
         "Log-probabilities are summed without their weights, the probabilities.": (
             lambda logits: -logits.log_softmax(-1).sum(-1)
@@ -666,7 +732,14 @@ ENTROPY = Exercise(
         "This is minus the log-probability of the most likely action, not the mean over all actions.": (
             lambda logits: -logits.log_softmax(-1).max(-1).values
         ),
+        "The entropy is right, but its gradient is NaN where an action is forbidden (0 times inf): replace the log-probability of -inf before you multiply, not the product afterwards.": (
+            lambda logits: -(logits.softmax(-1) * logits.log_softmax(-1)).nan_to_num(0).sum(-1)
+        ),
+        "A forbidden action counts as one with a logit of 0.": (
+            lambda logits: entropy_terms(without_forbidden(logits)).sum(-1)
+        ),
     },
+    with_gradient,
 )
 
 # 9. The KL divergence
@@ -686,12 +759,12 @@ KL = Exercise(
         "a large step": (LOGITS, 10 * NEW_LOGITS),
     },
     {
-        "The wrong direction: this is KL(π ‖ π_old). The mean is over the actions of π_old.": (
+        "This is the wrong direction, KL(π ‖ π_old). The mean is over the actions of π_old.": (
             lambda old, new: kl(new, old)
         ),
         "The sign: a KL divergence is never negative.": lambda old, new: -kl(old, new),
         "The weights are those of π: the mean is over the actions of π_old.": lambda old, new: -kl(new, old),
-        "The mean over the actions: sum their terms.": lambda old, new: kl(old, new) / old.shape[-1],
+        "This is the mean over the actions: sum their terms.": lambda old, new: kl(old, new) / old.shape[-1],
         "This is one number: return a divergence for each state.": lambda old, new: kl(old, new).mean(),
         "This is one number, summed over the batch, too: return a divergence for each state.": (
             lambda old, new: kl(old, new).sum()
@@ -757,6 +830,7 @@ ESTIMATES = Exercise(
             lambda old, new: ((old.exp() * k1(new - old)).mean(), k3(new - old).mean())
         ),
     },
+    parts=("k1", "k3"),
 )
 
 
@@ -784,7 +858,7 @@ ADAPT = Exercise(
         "much too little": (0.4, 0.001, 0.01),
     },
     {
-        "The wrong way round: a policy that moved too far needs a larger penalty.": by_limits(
+        "This is the wrong way round: a policy that moved too far needs a larger penalty.": by_limits(
             1.5, 1 / 1.5, 0.5, 2
         ),
         "Between both limits, β stays as it is.": by_limits(1, 1, 2, 0.5),
@@ -843,6 +917,12 @@ def sample_variance(var: Tensor, new: Tensor, mean: Tensor, part: float) -> Tens
     return (1 - part) * var + part * new.var(0) + between
 
 
+def after_the_mean(var: Tensor, new: Tensor, mean: Tensor, part: float) -> Tensor:
+    """The squared difference is that between the new rows and the combined mean."""
+    late = (1 - part) * (new.mean(0) - mean)
+    return (1 - part) * var + part * population(new) + part * (1 - part) * late.square()
+
+
 MOMENTS = Exercise(
     10,
     {
@@ -886,7 +966,11 @@ MOMENTS = Exercise(
                 added,
             )
         ),
+        "The difference of the means is taken after the mean has changed: take it from the old mean.": (
+            moments_with(after_the_mean, by_rows, added)
+        ),
     },
+    parts=("the mean", "the variance", "the count"),
 )
 
 # 11. Minibatches
@@ -1068,6 +1152,8 @@ COEFS = 0.2, 0.7, 0.3
 UPDATE = Exercise(
     12,
     {
+        "one step, without value loss and bonus": (None, BATCH, [[ROWS]], 0.2, 0.0, 0.0, 1e9),
+        "one step, without bonus": (None, BATCH, [[ROWS]], 0.2, 0.7, 0.0, 1e9),
         "one step": (None, BATCH, [[ROWS]], *COEFS, 1e9),
         "two epochs of one minibatch": (None, BATCH, [[ROWS], [ROWS]], *COEFS, 1e9),
         "three epochs of two minibatches": (None, BATCH, HALVES, *COEFS, 1e9),
@@ -1158,13 +1244,13 @@ MASK = Exercise(
         "The stop token is left out: it is part of the response, as the model has chosen it.": (
             lambda tokens, stop: (tokens == stop).cumsum(-1) == 0
         ),
-        "Everything but stop tokens: what stands after the first one is padding, whatever it is, and the stop token belongs to the response.": (
+        "This is everything but stop tokens: what stands after the first one is padding, whatever it is, and the stop token belongs to the response.": (
             lambda tokens, stop: tokens != stop
         ),
-        "The wrong way round: true is what belongs to the response.": (
+        "This is the wrong way round: true is what belongs to the response.": (
             lambda tokens, stop: ~solutions.response_mask(tokens, stop)
         ),
-        "One token too many: the response ends with the stop token.": (
+        "This is one token too many: the response ends with the stop token.": (
             lambda tokens, stop: torch.cat(
                 [
                     solutions.response_mask(tokens, stop)[:, :1] | True,
@@ -1181,11 +1267,11 @@ MASK = Exercise(
                 solutions.response_mask(tokens, stop) & (tokens == stop).any(-1, keepdim=True)
             )
         ),
-        "Up to the last stop token: the response ends with the first one.": last_stop,
-        "Everything: what stands after the first stop token is padding.": (
+        "This goes up to the last stop token: the response ends with the first one.": last_stop,
+        "This is everything: what stands after the first stop token is padding.": (
             lambda tokens, stop: torch.ones_like(tokens, dtype=torch.bool)
         ),
-        "Only the stop tokens: what stands before belongs to the response, too.": lambda tokens, stop: (
+        "These are only the stop tokens: what stands before belongs to the response, too.": lambda tokens, stop: (
             tokens == stop
         ),
         "All stop tokens after the first one belong to the response here: they are padding.": (
@@ -1240,6 +1326,9 @@ TOKEN_REWARDS = Exercise(
         "The score stands in the last column, where shorter responses have padding: it belongs to the last token of the response.": (
             lambda s, new, ref, mask, b: -b * (new - ref) * mask + at_last_column(s, mask)
         ),
+        "The score stands in the last column, and the mask removes it from shorter responses: it belongs to their last token.": (
+            lambda s, new, ref, mask, b: (-b * (new - ref) + at_last_column(s, mask)) * mask
+        ),
         "The score stands one position too late: the last token is at index length - 1.": (
             lambda s, new, ref, mask, b: -b * (new - ref) * mask + after_last(s, mask)
         ),
@@ -1248,6 +1337,12 @@ TOKEN_REWARDS = Exercise(
         ),
         "The whole KL divergence stands at the last token: each token has its own term.": (
             lambda s, new, ref, mask, b: at_last(s - b * ((new - ref) * mask).sum(-1), mask)
+        ),
+        "The KL term has an upper limit of 0 here: where the policy is less likely than the reference to choose the token, it is positive.": (
+            lambda s, new, ref, mask, b: -b * (new - ref).clamp(min=0) * mask + at_last(s, mask)
+        ),
+        "The KL term is weighted by the token's probability: tokens are samples of the policy, so each counts once.": (
+            lambda s, new, ref, mask, b: -b * new.exp() * (new - ref) * mask + at_last(s, mask)
         ),
         "The score takes the place of the last token's KL term: add it.": (
             lambda s, new, ref, mask, b: torch.where(
@@ -1274,6 +1369,7 @@ GROUP = Exercise(
     14,
     {
         "3 groups of 4": (GROUPS,),
+        "small scores": (0.02 * GROUPS,),
         "equal scores in one group": (tensor([1, 1, 1], [0, 2, 1]),),
         "1 group": (GROUPS[:1],),
     },
@@ -1301,7 +1397,13 @@ GROUP = Exercise(
         "The variance is divided by G: torch.std divides it by G - 1, as is asked.": (
             lambda s: (s - s.mean(-1, keepdim=True)) / (s.std(-1, keepdim=True, correction=0) + 1e-4)
         ),
-        "The mean is that of the other responses, and there is no deviation: this is RLOO, not GRPO.": leave_one_out,
+        "The mean is that of the other responses, and there is no deviation: this is RLOO. GRPO's mean has the response itself, too.": leave_one_out,
+        "The mean is that of the other responses: GRPO's has the response itself, too.": (
+            lambda s: leave_one_out(s) / (s.std(-1, keepdim=True) + 1e-4)
+        ),
+        "1e-4 is added to the variance, not to the deviation.": (
+            lambda s: (s - s.mean(-1, keepdim=True)) / (s.var(-1, keepdim=True) + 1e-4).sqrt()
+        ),
         "The sign: a response that is better than its group has a positive advantage.": (
             lambda s: -solutions.group_advantages(s)
         ),

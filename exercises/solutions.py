@@ -72,7 +72,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_coef: f
 
 def entropy(logits: Tensor) -> Tensor:
     log_probs = logits.log_softmax(-1)
-    return -(log_probs.exp() * log_probs).nan_to_num(0).sum(-1)  # 0 times -inf is NaN
+    # 0 times -inf is NaN, in the sum and in the gradient: so the lowest float stands in the place of -inf.
+    finite = log_probs.clamp(min=torch.finfo(logits.dtype).min)
+    return -(log_probs.exp() * finite).sum(-1)
 
 
 def kl_divergence(old_logits: Tensor, logits: Tensor) -> Tensor:
