@@ -4,7 +4,7 @@ A copy has one bug, and ten of the rewrites below. They change how the code read
 comparison with the original does not give the bug away.
 """
 
-import ast
+import difflib
 import random
 import re
 from dataclasses import dataclass
@@ -19,76 +19,95 @@ class Bug:
     """What is replaced by what, and why that is wrong."""
 
     old: str
-    new: str  # with the faulty code between two marks
+    new: str
+    faulty: (
+        str | tuple[str, ...]
+    )  # the part of `new` that a learner is to find, or parts of which one is enough
+    near: str  # the beginning of a line that takes part in it, but is right
     why: str
 
 
-def bug(old: str, new: str, faulty: str, why: str) -> Bug:
-    """A bug whose faulty code is a part of the new text."""
-    assert new.count(faulty) == 1
-    return Bug(old, new.replace(faulty, MARK + faulty + MARK), why)
-
-
 BUGS = [
-    bug(
-        "    log_ratio = policy.log_prob(actions) - old_log_probs\n",
-        "    log_probs = policy.log_prob(actions)\n"
+    Bug(
+        old="    log_ratio = policy.log_prob(actions) - old_log_probs\n",
+        new="    log_probs = policy.log_prob(actions)\n"
         "    with torch.no_grad():\n"
         "        old_log_probs = agent.policy(obs).log_prob(actions)\n"
         "    log_ratio = log_probs - old_log_probs\n",
-        "    with torch.no_grad():\n"
+        faulty="    with torch.no_grad():\n"
         "        old_log_probs = agent.policy(obs).log_prob(actions)\n"
         "    log_ratio = log_probs - old_log_probs",
-        "The old log-probabilities are computed anew, with the weights that are being trained. So the ratio is"
+        near="log_probs = policy.log_prob",
+        why="The old log-probabilities are computed anew, with the weights that are being trained. So the ratio is"
         " always 1, nothing is ever clipped, the approximate KL is exactly 0, and nothing holds the policy.",
     ),
-    bug(
-        "            obs[t] = torch.as_tensor(current_obs)\n"
+    Bug(
+        old="        batch = [x.flatten(0, 1) for x in (obs, actions, old_log_probs, advantages, returns)]  # [B, ...]\n",
+        new="        batch = [x.transpose(0, 1).flatten(0, 1) for x in (obs, actions, old_log_probs)]  # [B, ...]\n"
+        "        batch += [advantages.flatten(), returns.flatten()]\n",
+        faulty="batch = [x.transpose(0, 1).flatten(0, 1) for x in (obs, actions, old_log_probs)]  # [B, ...]\n"
+        "        batch += [advantages.flatten(), returns.flatten()]",
+        near="advantages, returns = compute_gae",
+        why="Observations and actions are in the order of the environments, advantages and returns in that of the"
+        " steps: advantages belong to other actions. So the return falls, and the critic predicts nothing.",
+    ),
+    Bug(
+        old="policy, values = agent.policy(obs), agent.value(obs)\n",
+        new="policy, values = agent.policy(obs), agent.critic(obs)\n",
+        faulty="policy, values = agent.policy(obs), agent.critic(obs)",
+        near="value_loss =",
+        why="The critic's values are [B, 1], the returns [B]: their difference is a [B, B] table by broadcasting. The"
+        " loss is smallest where all values are the mean of the returns, so the critic learns only that, and the"
+        " explained variance stays at 0.",
+    ),
+    Bug(
+        old="            obs[t] = torch.as_tensor(current_obs)\n"
         "            with torch.no_grad():\n"
         "                policy = agent.policy(obs[t])\n"
         "                actions[t] = policy.sample()\n"
         "                old_log_probs[t] = policy.log_prob(actions[t])\n"
         "            current_obs, reward, termination, truncation, infos = envs.step(actions[t].numpy())\n",
-        "            with torch.no_grad():\n"
+        new="            with torch.no_grad():\n"
         "                policy = agent.policy(torch.as_tensor(current_obs))\n"
         "                actions[t] = policy.sample()\n"
         "                old_log_probs[t] = policy.log_prob(actions[t])\n"
         "            current_obs, reward, termination, truncation, infos = envs.step(actions[t].numpy())\n"
         "            obs[t] = torch.as_tensor(current_obs)\n",
-        "obs[t] = torch.as_tensor(current_obs)",
-        "The observation is stored after the step: it is the one that the action led to, not the one in which it"
-        " was chosen. Each action is learnt for the wrong state.",
+        faulty="obs[t] = torch.as_tensor(current_obs)",
+        near="policy = agent.policy(torch",
+        why="The observation is stored after the step: it is the one that the action led to, not the one in which it"
+        " was chosen. Each action is learnt for the wrong state. A KL that stays large, although the learning rate"
+        " decays to 0, is no update: acting and learning differ.",
     ),
-    bug(
-        "policy, values = agent.policy(obs), agent.value(obs)\n",
-        "policy, values = agent.policy(obs), agent.critic(obs)\n",
-        "policy, values = agent.policy(obs), agent.critic(obs)",
-        "The critic's values are [B, 1], the returns [B]: their difference is a [B, B] table by broadcasting. The"
-        " loss is smallest where all values are the mean of the returns, so the critic learns only that.",
+    Bug(
+        old="return Categorical(logits=self.actor(obs))",
+        new="return Categorical(logits=self.actor(obs).softmax(-1))",
+        faulty="return Categorical(logits=self.actor(obs).softmax(-1))",
+        near="self.actor = mlp(",
+        why="The softmax is taken twice, since Categorical takes that of its logits. With logits between 0 and 1, the"
+        " probabilities of two actions stay between 0.27 and 0.73: the policy cannot become certain, and its"
+        " entropy cannot fall below 0.58 nats.",
     ),
-    bug(
-        "        batch = [x.flatten(0, 1) for x in (obs, actions, old_log_probs, advantages, returns)]  # [B, ...]\n",
-        "        batch = [x.transpose(0, 1).flatten(0, 1) for x in (obs, actions, old_log_probs)]  # [B, ...]\n"
-        "        batch += [advantages.flatten(), returns.flatten()]\n",
-        "batch = [x.transpose(0, 1).flatten(0, 1) for x in (obs, actions, old_log_probs)]  # [B, ...]\n"
-        "        batch += [advantages.flatten(), returns.flatten()]",
-        "Observations and actions are in the order of the environments, advantages and returns in that of the"
-        " steps: advantages belong to other actions.",
-    ),
-    bug(
-        "return Categorical(logits=self.actor(obs))",
-        "return Categorical(logits=self.actor(obs).softmax(-1))",
-        "return Categorical(logits=self.actor(obs).softmax(-1))",
-        "The softmax is taken twice, since Categorical takes that of its logits. With logits between 0 and 1, the"
-        " probabilities of two actions stay between 0.27 and 0.73: the policy cannot become certain.",
-    ),
-    bug(
-        "    deltas = rewards + gamma * next_values * ~terminated - values\n"
-        "    ended = terminated | truncated\n",
-        "    ended = terminated | truncated\n    deltas = rewards + gamma * next_values * ~ended - values\n",
-        "deltas = rewards + gamma * next_values * ~ended - values",
-        "A time limit counts as the end of the task: V(s_{t+1}) must be left out only where `terminated`. No metric"
-        " shows it, and CartPole is learnt all the same.",
+    Bug(
+        old="            next_obs[t], rewards[t] = torch.as_tensor(current_obs), torch.as_tensor(reward)\n"
+        "            terminated[t], truncated[t] = torch.as_tensor(termination), torch.as_tensor(truncation)\n"
+        "            episode_return += reward\n"
+        "            episode_length += 1\n"
+        "            for n in np.flatnonzero(termination | truncation):  # current_obs[n] is of the next episode\n"
+        '                next_obs[t, n] = torch.as_tensor(infos["final_obs"][n])\n',
+        new="            next_obs[t], rewards[t] = torch.as_tensor(current_obs), torch.as_tensor(reward)\n"
+        "            terminated[t], truncated[t] = torch.as_tensor(termination), torch.as_tensor(truncation)\n"
+        "            episode_return += reward\n"
+        "            episode_length += 1\n"
+        "            for n in np.flatnonzero(termination | truncation):\n",
+        faulty=(
+            "next_obs[t], rewards[t] = torch.as_tensor(current_obs), torch.as_tensor(reward)",
+            "for n in np.flatnonzero(termination | truncation):",
+        ),
+        near="terminated[t], truncated[t]",
+        why='Nothing is stored in next_obs from infos["final_obs"]. Where a time limit ends an episode, next_obs has'
+        " the first observation of the next one, and the advantage the value of another state. After a fall,"
+        " it does not count, and in a solved CartPole both states are worth the same: so no metric shows it.",
     ),
 ]
 
@@ -128,7 +147,6 @@ REWRITES = [
         "return self.critic(obs).squeeze(-1)",
         "return self.critic(obs)[..., 0]",
     ),
-    ("nn.init.zeros_(layer.bias)", "nn.init.constant_(layer.bias, 0.0)"),
     (
         "            episode_return += reward\n            episode_length += 1\n",
         "            episode_length += 1\n            episode_return += reward\n",
@@ -168,12 +186,37 @@ REWRITES = [
         "values, next_values = agent.value(obs), agent.value(next_obs)",
         "values = agent.value(obs)\n            next_values = agent.value(next_obs)",
     ),
-    ("old_log_probs", "behaviour_log_probs"),
-    ("batch_size", "num_transitions"),
-    ("current_obs", "latest_obs"),
+    ("    ended = terminated | truncated\n", "    ended = torch.logical_or(terminated, truncated)\n"),
+    ("nn.init.orthogonal_(layer.weight, gain)", "nn.init.orthogonal_(layer.weight, gain=gain)"),
+    ("entropy = policy.entropy().mean()", "entropy = torch.mean(policy.entropy())"),
+    (
+        '        metrics["explained_variance"] = 1 - (returns - values).var() / returns.var()\n',
+        "        unexplained = (returns - values).var() / returns.var()\n"
+        '        metrics["explained_variance"] = 1 - unexplained\n',
+    ),
+    (
+        "    episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs)  # so far\n",
+        "    episode_return = np.zeros(args.num_envs)  # so far\n"
+        "    episode_length = np.zeros(args.num_envs)\n",
+    ),
+    (
+        "        advantages[t] = advantage\n    return",
+        "        advantages[t].copy_(advantage)\n    return",
+    ),
+    ("nn.init.zeros_(layer.bias)", "layer.bias.data.zero_()"),
+    ("old_log_probs", "past_log_probs"),
+    ("batch_size", "total_rows"),
+    ("current_obs", "seen_obs"),
     ("writer", "log"),
     ("obs_size", "num_inputs"),
 ]
+
+
+HEADER = """A copy of ppo_minimal.py with one bug.
+
+    python {name}
+    tensorboard --logdir runs
+"""
 
 
 def rewrite(text: str, old: str, new: str) -> str:
@@ -192,46 +235,60 @@ def rewritten(text: str, seed: int, number: int = 10) -> str:
     return text
 
 
-def make(number: int) -> tuple[str, range]:
-    """The text of a broken copy, and the range of its faulty lines, counted from 1."""
-    chosen, original = BUGS[number - 1], ORIGINAL.read_text(encoding="utf-8")
-    assert original.count(chosen.old) == 1, "ppo_minimal.py has changed: this bug no longer fits"
-    text = original.replace(chosen.old, chosen.new).replace("__ppo_minimal__", f"__bug_{number}__")
-    text = rewritten(text.replace("python ppo_minimal.py", f"python bug_{number}.py"), number)
-    before, faulty, _ = text.split(MARK)
-    first = before.count("\n") + 1
-    return text.replace(MARK, ""), range(first, first + faulty.count("\n") + 1)
-
-
-def lines_of(text: str, faulty: range) -> set[int]:
-    """All lines of the statements that have faulty lines."""
-    lines = set(faulty)
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.stmt) and not hasattr(node, "body"):
-            statement = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-            if set(statement) & set(faulty):
-                lines |= set(statement)
-    return lines
+def make(number: int) -> tuple[str, set[int]]:
+    """The text of a broken copy, and the lines of its faulty statement, counted from 1."""
+    bug, original = BUGS[number - 1], ORIGINAL.read_text(encoding="utf-8")
+    assert original.count(bug.old) == 1, "ppo_minimal.py has changed: this bug no longer fits"
+    new = bug.new
+    for faulty in (bug.faulty,) if isinstance(bug.faulty, str) else bug.faulty:
+        assert new.count(faulty) == 1
+        new = new.replace(faulty, f"{MARK}{faulty}{MARK}")
+    text = original.replace(bug.old, new)
+    start, end = text.index('"""') + 3, text.index("\n  [PPO] Schulman")
+    text = text[:start] + HEADER.format(name=f"bug_{number}.py") + text[end:]
+    text = rewritten(text.replace("__ppo_minimal__", f"__bug_{number}__"), number)
+    lines, line = set(), 1
+    for index, part in enumerate(text.split(MARK)):  # every second part is faulty
+        last = line + part.count("\n")
+        if index % 2:
+            lines |= set(range(line, last + 1))
+        line = last
+    return text.replace(MARK, ""), lines
 
 
 def write(number: int, folder: Path) -> str:
     """Write a broken copy into a folder, unless it is there, and say what to do with it."""
-    name = f"bug_{number}.py"
-    if not (folder / name).exists():
-        (folder / name).write_text(make(number)[0], encoding="utf-8")
-    return f"""{name} is a copy of ppo_minimal.py with one bug, and ten changes that do no harm.
-run it:        python {name}
-read metrics:  python coach.py check runs/*__bug_{number}__*
-               tensorboard --logdir runs
-then find it:  python exercises/check.py bug {number} --line L    (L: a line of {name}, as it was written)"""
+    path = folder / f"bug_{number}.py"
+    if path.exists():
+        about = f"{path.name} exists, and is kept."
+    else:
+        path.write_text(make(number)[0], encoding="utf-8")
+        about = f"{path.name} is a copy of ppo_minimal.py with one bug, and ten changes that do no harm."
+    return f"""{about}
+run it, half a minute:  python {path.name}
+read its metrics:       python coach.py check runs/*__bug_{number}__*
+name a line L of it:    python exercises/check.py bug {number} --line L"""
 
 
-def judge(number: int, line: int) -> tuple[bool, str]:
-    """Whether a line is part of the faulty statement, and an answer."""
-    text, faulty = make(number)
-    if line in lines_of(text, faulty):
-        return True, f"Right. {BUGS[number - 1].why}"
-    return (
-        False,
-        "This line does no harm. Which metric is not as it should be, and which code does it come from?",
-    )
+def judge(number: int, line: int, folder: Path) -> tuple[bool, str]:
+    """Whether a line of the copy in a folder is part of the faulty statement, and an answer."""
+    bug, (text, faulty) = BUGS[number - 1], make(number)
+    path = folder / f"bug_{number}.py"
+    given = path.read_text(encoding="utf-8").splitlines() if path.exists() else text.splitlines()
+    if not 1 <= line <= len(given):
+        return False, f"bug_{number}.py has {len(given)} lines"
+    # A learner may have added lines since the copy was written.
+    for block in difflib.SequenceMatcher(
+        None, given, text.splitlines(), autojunk=False
+    ).get_matching_blocks():
+        if block.a <= line - 1 < block.a + block.size:
+            written = line - block.a + block.b
+            if written in faulty:
+                return True, f"Right. {bug.why}"
+            if text.splitlines()[written - 1].strip().startswith(bug.near):
+                return False, "Close: this line takes part in it, but another one is wrong."
+            return (
+                False,
+                "Not this line. Write down what each metric should be, and which code it comes from.",
+            )
+    return False, f"This line is not in the copy as it was written: delete bug_{number}.py to get it again"

@@ -92,8 +92,6 @@ def judge(name: str, outputs: dict[str, Any]) -> Grade:
     first = differing[0] if differing else next(iter(right))
     case, _ = first
     details = show(exercise, case, outputs[case], {key: x for key, x in right.items() if key[0] == case})
-    tells = isinstance(given.get(first), NUMBERS) and torch.as_tensor(given[first]).isfinite().all()
-    tells = tells and torch.as_tensor(given[first]).any()  # zeros and NaN have many reasons
     closest, most = "", 0
     for sentence, wrong_outputs in typical_answers(name).items():
         others = in_parts(exercise, wrong_outputs)
@@ -102,11 +100,20 @@ def judge(name: str, outputs: dict[str, Any]) -> Grade:
             return Grade(False, sentence, details)
         # Of two mistakes it is one, if it explains the first difference, and breaks nothing that is right.
         breaks = any(not same(others.get(key), right[key]) for key in right if key not in differing)
-        if tells and not breaks and same(given[first], others.get(first)) and equal > most:
+        explains = tells_something(given.get(first)) and same(given[first], others.get(first))
+        if explains and not breaks and equal > most:
             closest, most = sentence, equal
     if closest:
         return Grade(False, f"In the case '{case}': {closest}", details)
     return Grade(False, difference(exercise, first, outputs[case], given.get(first), right[first]), details)
+
+
+def tells_something(part: Any) -> bool:
+    """Whether a result hints at its reason: zeros, NaN and inf have many."""
+    if not isinstance(part, NUMBERS):
+        return False
+    x = torch.as_tensor(part)
+    return x.dtype == torch.bool or bool(x.isfinite().all() and (x.abs() > 1e-5).any())
 
 
 def in_parts(exercise: Exercise, outputs: dict[str, Any]) -> dict[tuple[str, int], Any]:
@@ -254,7 +261,7 @@ def main() -> None:
         if args.line is None:
             print(bugs.write(number, Path()))
             return
-        passed, answer = bugs.judge(number, args.line)
+        passed, answer = bugs.judge(number, args.line, Path())
         print(answer)
         sys.exit(not passed)
     unknown = [name for name in args.names if name not in EXERCISES]

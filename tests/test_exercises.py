@@ -320,34 +320,41 @@ def test_the_harmless_changes_learn_the_same_weights(tmp_path, monkeypatch):
 def test_a_broken_copy_runs_and_learns_other_weights(number, tmp_path, monkeypatch):
     text, _ = bugs.make(number)
     original = bugs.ORIGINAL.read_text(encoding="utf-8")
-    a = train_briefly(original, tmp_path, "original", monkeypatch, 5)
-    assert not torch.equal(a, train_briefly(text, tmp_path, "copy", monkeypatch, 5))
+    a = train_briefly(original, tmp_path, "original", monkeypatch, 4)
+    assert not torch.equal(a, train_briefly(text, tmp_path, "copy", monkeypatch, 4))
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_only_lines_of_the_faulty_statement_are_right(number):
-    text, faulty = bugs.make(number)
-    right = [line for line in range(1, text.count("\n") + 1) if bugs.judge(number, line)[0]]
-    assert {*faulty} <= {*right}
-    assert len(right) <= 3
+def test_only_lines_of_the_faulty_statement_are_right(number, tmp_path):
+    """Also where a learner has added lines. Lines that take part in it are close."""
+    bugs.write(number, tmp_path)
+    path = tmp_path / f"bug_{number}.py"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    answers = {line: bugs.judge(number, line, tmp_path) for line in range(1, len(lines) + 1)}
+    right = [line for line, (passed, _) in answers.items() if passed]
+    assert 1 <= len(right) <= 3
+    assert [line for line, (_, words) in answers.items() if "Close" in words]
+    path.write_text("\n".join(["import os", *lines, "print(1)"]), encoding="utf-8")
+    moved = [line for line in range(1, len(lines) + 3) if bugs.judge(number, line, tmp_path)[0]]
+    assert moved == [line + 1 for line in right]
+    assert not bugs.judge(number, len(lines) + 3, tmp_path)[0]
 
 
 def test_a_learner_gets_a_copy_and_an_answer(tmp_path):
-    status, shown = run(tmp_path, "bug", 2)
+    status, shown = run(tmp_path, "bug", 4)
     assert status == 0
-    assert "bug_2.py" in shown
-    assert bugs.BUGS[1].why not in shown
-    path = tmp_path / "bug_2.py"
-    line = next(
-        i for i, text in enumerate(path.read_text().splitlines(), 1) if text.strip().startswith("obs[t] =")
-    )
-    assert run(tmp_path, "bug", 2, "--line", 1)[0] == 1
-    status, shown = run(tmp_path, "bug", 2, "--line", line)
+    assert "bug_4.py" in shown
+    assert bugs.BUGS[3].why not in shown
+    path = tmp_path / "bug_4.py"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if text.strip().startswith("obs[t] ="))
+    assert run(tmp_path, "bug", 4, "--line", 1)[0] == 1
+    status, shown = run(tmp_path, "bug", 4, "--line", line)
     assert status == 0
     assert "stored after the step" in shown
-    path.write_text("# notes\n" + path.read_text())
-    run(tmp_path, "bug", 2)
-    assert path.read_text().startswith("# notes")  # a learner's changes are kept
+    path.write_text("# notes\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
+    run(tmp_path, "bug", 4)
+    assert path.read_text(encoding="utf-8").startswith("# notes")  # a learner's changes are kept
     assert run(tmp_path, "bug", 7)[0] == 1
 
 
