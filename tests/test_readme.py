@@ -216,7 +216,7 @@ def test_every_flag_exists():
     others = {"--help", "--compare", "--nproc-per-node", "--fix", "--check", "--logdir"}
     others |= {"--extra", "--torch-backend", "--no-deps"}  # of uv and pip
     others |= {"--fast", "--lowest", "--all"}  # of .ci/run and pytest
-    others |= {"--line", "--file"}  # of exercises/check.py
+    others |= {"--line", "--file", "--tag", "--output"}  # of exercises/check.py and plot.py
     others |= {"--nnodes", "--rdzv-backend", "--rdzv-endpoint"}  # of torchrun
     others |= {"--only", "--store", "--dry-run", "--peers", "--cleanrl", "--purejaxrl"}
     for name, text in PAGES.items():
