@@ -164,11 +164,11 @@ RULES = [
          "in changed code, check the sign of the policy loss first; else start again with a third of the "
          "--learning-rate", UPDATE),
     Rule("kl > 0.1", 8, "updates are much too large",
-         "lower --learning-rate (if it adapts to the KL: --desired-kl), or --update-epochs; if the KL stays so "
-         "large when the rate has decayed, acting and learning differ", UPDATE),
+         "lower --learning-rate (if it adapts to the KL: --desired-kl), or --update-epochs; if the KL stays"
+         " so large when the rate has decayed, acting and learning differ", UPDATE),
     Rule("kl > 0.05", 8, "updates are too large",
-         "lower --learning-rate (if it adapts to the KL: --desired-kl), or --update-epochs; if the KL stays so "
-         "large when the rate has decayed, acting and learning differ", UPDATE),
+         "lower --learning-rate (if it adapts to the KL: --desired-kl), or --update-epochs; if the KL stays"
+         " so large when the rate has decayed, acting and learning differ", UPDATE),
     Rule("clipfrac > 0.8", 5, "nearly all samples are clipped",
          "clipped samples have no gradient, so that nothing holds the policy: lower --learning-rate, or "
          "--update-epochs", UPDATE),
