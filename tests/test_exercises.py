@@ -375,7 +375,7 @@ def test_the_names_in_the_glossary_are_in_their_functions():
     rows = re.findall(r"^\| [^|]+ \| .+ \| (.+) \|$", page.split("## Glossary")[1], re.MULTILINE)[2:]
     assert len(rows) > 20
     for row in rows:
-        for function, names in re.findall(r"`([\w.]+)`(?::([^;]*))?", row):
+        for function, names in re.findall(r"\[`([\w.]+)`\]\([^)]*\)(?::([^;]*))?", row):
             owner = ppo_minimal
             if function.startswith("Agent."):
                 owner, function = ppo_minimal.Agent, function.split(".")[1]

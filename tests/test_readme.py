@@ -238,11 +238,21 @@ def test_local_links_lead_to_files_and_headings():
         files = re.findall(r"(?:src|srcset)=\"([^\"]+)\"", text)
         for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", text):
             files.append(target or path.name)
-            if anchor:
+            if anchor and not target.endswith(".py"):
                 linked = (path.parent / files[-1]).read_text(encoding="utf-8")
                 headings = re.findall(r"^#+ (.*)$", linked, re.MULTILINE)
                 assert anchor in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
         assert [file for file in files if not (path.parent / file).is_file()] == [], name
+
+
+def test_links_to_lines_lead_to_the_functions_that_they_name():
+    found = 0
+    for name, text in PAGES.items():
+        for function, target, line in re.findall(r"\[`([\w.]+)`\]\(([^)]+\.py)#L(\d+)\)", text):
+            lines = ((ROOT / name).parent / target).read_text(encoding="utf-8").splitlines()
+            assert f"def {function.split('.')[-1]}(" in lines[int(line) - 1], (name, function)
+            found += 1
+    assert found > 30
 
 
 def test_the_tests_that_pages_name_exist():
