@@ -11,7 +11,9 @@ Exit status: 0 if all that was graded is right, 1 if something is wrong or not w
 import copy
 import functools
 import importlib.util
+import inspect
 import sys
+import textwrap
 import traceback
 import warnings
 from dataclasses import dataclass
@@ -91,7 +93,7 @@ def judge(name: str, outputs: dict[str, Any]) -> Grade:
         return Grade(True)
     first = differing[0] if differing else next(iter(right))
     case, _ = first
-    details = show(exercise, case, outputs[case], {key: x for key, x in right.items() if key[0] == case})
+    details = show(name, case, outputs[case], {key: x for key, x in right.items() if key[0] == case})
     closest, most = "", 0
     for sentence, wrong_outputs in typical_answers(name).items():
         others = in_parts(exercise, wrong_outputs)
@@ -202,18 +204,20 @@ def difference(exercise: Exercise, key: tuple[str, int], output: Any, part: Any,
     return f"{where}: {int(wrong.sum())} of {right.numel()} numbers are wrong."
 
 
-def show(exercise: Exercise, case: str, output: Any, right: dict[tuple[str, int], Any]) -> str:
+def show(name: str, case: str, output: Any, right: dict[tuple[str, int], Any]) -> str:
     """The inputs of a case, and both outputs."""
+    exercise = EXERCISES[name]
     if exercise.observe in (properties, weights_after):
         return ""
-    inputs = ", ".join(words(x) for x in exercise.cases[case])
+    parameters = inspect.signature(getattr(solutions, name)).parameters
+    inputs = [f"{p} = {words(x)}" for p, x in zip(parameters, exercise.cases[case], strict=True)]
     expected: Any = tuple(right.values())
     if exercise.observe is with_gradient:
-        if same(output[0], expected[0]):
+        if same(output[0], expected[0]) or expected[0].dim() == 0:
             output, expected = (f"{words(x[0])}, with the gradient {words(x[1])}" for x in (output, expected))
         else:
             output, expected = output[0], expected[0]
-    return f"case:   {case}\ninputs: {inputs}\nyours:  {words(output)}\nright:  {words(expected)}"
+    return "\n".join([*inputs, f"yours: {words(output)}", f"right: {words(expected)}"])
 
 
 def words(x: Any) -> str:
@@ -245,7 +249,7 @@ def grade_functions(names: tuple[str, ...], path: Path) -> bool:
         passed += found.passed
         print(f"{EXERCISES[name].number:>2}  {name:<21} {'passed' if found.passed else found.words}")
         if names and found.details:
-            print(f"\n{found.details}\n")
+            print("\n" + textwrap.indent(found.details.rstrip(), "    ") + "\n")
     if not names:
         print(f"\n{passed} of {len(EXERCISES)} passed")
     return passed == len(names or EXERCISES)

@@ -979,7 +979,10 @@ MOMENTS = Exercise(
 def properties(function: Callable, inputs: Inputs) -> tuple[bool, ...]:
     """What is asked of minibatches, and whether they have it. See PROPERTIES."""
     torch.manual_seed(0)
-    first, second = ([torch.as_tensor(rows) for rows in function(*inputs)] for _ in range(2))
+    epochs = function(*inputs), function(*inputs)
+    if not all(isinstance(minibatches, list | tuple) for minibatches in epochs):
+        raise Wrong("Return a list of tensors.")
+    first, second = ([torch.as_tensor(rows) for rows in minibatches] for minibatches in epochs)
     size, number = inputs
     if any(rows.dim() != 1 for rows in first):
         raise Wrong("A minibatch is not a vector of row numbers.")
