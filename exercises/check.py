@@ -190,7 +190,7 @@ def difference(exercise: Exercise, key: tuple[str, int], output: Any, part: Any,
     if (part.dtype == torch.bool) != (right.dtype == torch.bool):
         return f"{where}: the dtype is {part.dtype}, where {right.dtype} is asked."
     if right.dtype == torch.bool:
-        return f"{where}: {int((part != right).sum())} of {right.numel()} are wrong."
+        return f"{where}: {words(part)} in the place of {words(right)}."
     if part.isnan().any():
         return f"{where}: there is NaN."
     if same(part, -right):
@@ -198,7 +198,7 @@ def difference(exercise: Exercise, key: tuple[str, int], output: Any, part: Any,
     if right.dim() == 0:
         return f"{where}: {words(part.item())} in the place of {words(right.item())}."
     factors = (part / right)[right != 0]
-    if len(factors) > 1 and same(factors, factors[0].expand_as(factors)):
+    if len(factors) > 1 and same(factors, factors[0].expand_as(factors)) and abs(factors[0] - 1) > 1e-3:
         return f"{where}: the result is {factors[0]:.4g} times the right one."
     wrong = (part - right).abs() > 1e-5 + 1e-4 * right.abs()
     return f"{where}: {int(wrong.sum())} of {right.numel()} numbers are wrong."

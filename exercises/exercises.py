@@ -114,7 +114,7 @@ def normalize_advantages(advantages: Tensor) -> Tensor:
 def clipped_loss(ratios: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
     """The loss whose minimum is sought, a scalar: -L^CLIP of [PPO], equation 7.
 
-    `ratios` and `advantages` are [B]. `clip_coef` is ε.
+    `ratios` and `advantages` are [B], and the loss is a mean over them. `clip_coef` is ε.
     """
     raise NotImplementedError
 
@@ -158,7 +158,8 @@ def entropy(logits: Tensor) -> Tensor:
 def kl_divergence(old_logits: Tensor, logits: Tensor) -> Tensor:
     """KL(π_old ‖ π) [B], in nats, of policies with logits [B, A]: how far an update has moved the policy.
 
-    It is the mean of log π_old(a|s) - log π(a|s) over the actions that π_old would take.
+    It is the mean of log π_old(a|s) - log π(a|s) over the actions that π_old would take. All logits are
+    finite, but a probability may be 0 in float32.
     """
     raise NotImplementedError
 
@@ -190,9 +191,9 @@ def update_moments(
 ) -> tuple[Tensor, Tensor, int]:  # fmt: skip
     """Mean [D], variance [D] and number of all rows so far, after `new` rows [B, D] have come.
 
-    `mean`, `var` and `count` are those of the rows before, which are not at hand. Variances are divided by
-    the number of rows. The result must be what one would compute from all rows at once. (Chan et al. 1979
-    combine two groups of rows in this way.)
+    `mean`, `var` and `count` are those of the rows before, which are not at hand; `count` is 0 if there were
+    none. Variances are divided by the number of rows. The result must be what one would compute from all rows
+    at once. (Chan et al. 1979 combine two groups of rows in this way.)
     """
     raise NotImplementedError
 
@@ -203,7 +204,8 @@ def update_moments(
 def make_minibatches(batch_size: int, num_minibatches: int) -> list[Tensor]:
     """Row numbers (int64) of the minibatches of one epoch: each of the `batch_size` rows once, shuffled anew.
 
-    If the sizes cannot be equal, they differ by one at most. `num_minibatches` is not above `batch_size`.
+    Any two rows may meet in a minibatch. If the sizes cannot be equal, they differ by one at most.
+    `num_minibatches` is not above `batch_size`.
     """
     raise NotImplementedError
 
@@ -221,9 +223,9 @@ def update(
     [B], old_log_probs [B], advantages [B], returns [B]), B being all rows of the rollout. `epochs` has the
     minibatches of each epoch, as row numbers.
 
-    The loss is clipped_loss + vf_coef · ½ (V - returns)² - ent_coef · entropy (means over the minibatch;
-    [PPO], equation 9 with the sign of a loss). Advantages are normalised in each minibatch. The gradient of
-    all parameters together is clipped to `max_grad_norm`.
+    The loss is clipped_loss + vf_coef · ½ (V - returns)² - ent_coef · entropy, as means over rows ([PPO],
+    equation 9 with the sign of a loss). Advantages are normalised in each minibatch, as by
+    `normalize_advantages`. The gradient of all parameters together is clipped to `max_grad_norm`.
     """
     raise NotImplementedError
 

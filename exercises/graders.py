@@ -260,6 +260,9 @@ TD_ERRORS = Exercise(
         "δ is 0 at the end of an episode: only V(s_{t+1}) counts as 0 there.": (
             lambda r, v, n, ended, gamma: (r + gamma * n - v) * ~ended
         ),
+        "V(s_t) counts as 0 at the end of an episode, too: only V(s_{t+1}) does.": (
+            lambda r, v, n, ended, gamma: r + (gamma * n - v) * ~ended
+        ),
         "V(s_t) counts as 0 at the end of an episode, in the place of V(s_{t+1}).": (
             lambda r, v, n, ended, gamma: r + gamma * n - v * ~ended
         ),
@@ -366,6 +369,11 @@ GAE = Exercise(
         ),
         "λ is missing: the factor of each step is γλ.": (
             lambda deltas, ended, gamma, lam: backwards(deltas, ~ended, gamma)
+        ),
+        "The last step of the rollout is left out: its advantage is its own δ.": (
+            lambda deltas, ended, gamma, lam: torch.cat(
+                [backwards(deltas[:-1], ~ended[:-1], gamma * lam), 0 * deltas[-1:]]
+            )
         ),
         "This is the advantage of the first step: return those of all steps.": (
             lambda *inputs: solutions.gae(*inputs)[0]
@@ -491,7 +499,12 @@ COMPUTE_GAE = Exercise(
 FIVE = tensor(3, -1, 2, 0, 6)
 NORMALIZE = Exercise(
     5,
-    {"5 advantages": (FIVE,), "all are equal": (tensor(2, 2, 2),), "a single one": (tensor(5),)},
+    {
+        "5 advantages": (FIVE,),
+        "small advantages": (1e-4 * FIVE,),
+        "all are equal": (tensor(2, 2, 2),),
+        "a single one": (tensor(5),),
+    },
     {
         "The mean is not subtracted.": lambda a: a / (a.std() + 1e-8) if len(a) > 1 else 0 * a,
         "They are not divided by their deviation.": lambda a: a - a.mean(),
@@ -513,6 +526,12 @@ NORMALIZE = Exercise(
         "The variance is divided by B: torch.std divides it by B - 1, as is asked. (Either is fine in training.)": (
             lambda a: (a - a.mean()) / (a.std(correction=0) + 1e-8)
         ),
+        "The mean alone is divided by the deviation: put the difference in parentheses.": (
+            lambda a: a - a.mean() / (a.std() + 1e-8) if len(a) > 1 else 0 * a
+        ),
+        "1e-8 is added to the variance, not to the deviation, so that small advantages become too small.": (
+            lambda a: (a - a.mean()) / (a.var() + 1e-8).sqrt() if len(a) > 1 else 0 * a
+        ),
         "They are divided by the largest absolute value, not by the standard deviation.": (
             lambda a: (a - a.mean()) / ((a - a.mean()).abs().max() + 1e-8)
         ),
@@ -529,6 +548,9 @@ CLIP_CASES: dict[str, Inputs] = {
     "A < 0, ratio 0.6": (tensor(0.6), tensor(-2), 0.2),
     "A > 0, ratio 1.1": (tensor(1.1), tensor(2), 0.2),
     "A < 0, ratio 0.9": (tensor(0.9), tensor(-2), 0.2),
+    "A > 0, ratio 1.21": (tensor(1.21), tensor(2), 0.2),
+    "A < 0, ratio 0.81": (tensor(0.81), tensor(-2), 0.2),
+    "A < 0, ratio 12": (tensor(12), tensor(-2), 0.2),
     "all at once": (*SIX, 0.2),
 }
 
@@ -559,6 +581,13 @@ CLIPPED_LOSS = Exercise(
         ),
         "Only 1 - ε is a limit: for A > 0, 1 + ε is the one that counts.": (
             lambda r, a, e: -torch.min(r * a, r.clamp(min=1 - e) * a).mean()
+        ),
+        "The loss has an upper limit for A < 0: that is dual-clip PPO (Ye et al. 2020), not [PPO].": (
+            lambda r, a, e: (
+                -torch.where(
+                    a < 0, torch.max(objective(r, a, 1 - e, 1 + e), 3 * a), objective(r, a, 1 - e, 1 + e)
+                ).mean()
+            )
         ),
         "The ratio is clipped to ±ε, not to 1 ± ε.": lambda r, a, e: -objective(r, a, -e, e).mean(),
         "The product of ratio and advantage is clipped: clip the ratio, then multiply.": (
@@ -613,8 +642,8 @@ GRADIENT = Exercise(
         "The case A > 0 is missing: there the gradient is 0 above 1 + ε.": lambda r, a, e: (
             ~((a < 0) & (r < 1 - e))
         ),
-        "Every transition has one here: where is the clip?": lambda r, a, e: torch.ones_like(
-            r, dtype=torch.bool
+        "Every transition has one here. Where is the clip? (Put comparisons in parentheses: & binds tighter than > and <.)": lambda r, a, e: (
+            torch.ones_like(r, dtype=torch.bool)
         ),
     },
 )
@@ -757,6 +786,7 @@ KL = Exercise(
         "4 policies of 3 actions": (LOGITS, NEW_LOGITS),
         "equal policies": (LOGITS, LOGITS + 2),
         "a large step": (LOGITS, 10 * NEW_LOGITS),
+        "a probability of 0": (tensor([200, 0]), tensor([1, 0])),
     },
     {
         "This is the wrong direction, KL(π ‖ π_old). The mean is over the actions of π_old.": (
@@ -777,6 +807,15 @@ KL = Exercise(
         ),
         "This is the cross-entropy: the entropy of π_old must be subtracted.": (
             lambda old, new: -(old.softmax(-1) * new.log_softmax(-1)).sum(-1)
+        ),
+        "Logarithms are taken of probabilities, which gives NaN where one is 0: subtract log-probabilities (log_softmax).": (
+            lambda old, new: (old.softmax(-1) * (old.softmax(-1) / new.softmax(-1)).log()).sum(-1)
+        ),
+        "This is the mean of both directions: KL(π_old ‖ π) is asked.": lambda old, new: (
+            (kl(old, new) + kl(new, old)) / 2
+        ),
+        "This is the sum of both directions: KL(π_old ‖ π) is asked.": lambda old, new: (
+            kl(old, new) + kl(new, old)
         ),
         "These are the terms of the actions: sum them.": (
             lambda old, new: old.softmax(-1) * (old.log_softmax(-1) - new.log_softmax(-1))
@@ -823,6 +862,9 @@ ESTIMATES = Exercise(
         "k1 has no absolute value: it may be negative.": (
             lambda old, new: (k1(new - old).abs().mean(), k3(new - old).mean())
         ),
+        "k3 is taken of the mean log-ratio: take the mean at the end, of k3 of each action.": (
+            lambda old, new: (k1(new - old).mean(), k3((new - old).mean()))
+        ),
         "k1 and k3 are swapped.": lambda old, new: (k3(new - old).mean(), k1(new - old).mean()),
         "These are sums: take the means.": lambda old, new: (k1(new - old).sum(), k3(new - old).sum()),
         "There is one for each action: take the means.": lambda old, new: (k1(new - old), k3(new - old)),
@@ -856,6 +898,7 @@ ADAPT = Exercise(
         "0.8 times the target": (0.4, 0.008, 0.01),
         "0.6 times the target": (0.4, 0.006, 0.01),
         "much too little": (0.4, 0.001, 0.01),
+        "much too far, with β = 0.9": (0.9, 0.05, 0.01),
     },
     {
         "This is the wrong way round: a policy that moved too far needs a larger penalty.": by_limits(
@@ -923,12 +966,25 @@ def after_the_mean(var: Tensor, new: Tensor, mean: Tensor, part: float) -> Tenso
     return (1 - part) * var + part * population(new) + part * (1 - part) * late.square()
 
 
+def moments_by_squares(mean: Tensor, var: Tensor, n: int, new: Tensor) -> tuple[Tensor, Tensor, int]:
+    total = n + len(new)
+    new_mean = (n * mean + new.sum(0)) / total
+    squares = (n * (var + mean.square()) + new.square().sum(0)) / total
+    return new_mean, squares - new_mean.square(), total
+
+
 MOMENTS = Exercise(
     10,
     {
         "3 rows after 5": (M_BEFORE, V_BEFORE, 5, NEW_ROWS),
         "1 row after 5": (M_BEFORE, V_BEFORE, 5, NEW_ROWS[:1]),
         "the first rows": (tensor(0, 0), tensor(1, 1), 0, NEW_ROWS),
+        "rows around 1,000": (
+            tensor(1000, 2000),
+            tensor(0.01, 0.5),
+            5,
+            tensor([1000.1, 2001], [1000.2, 2000]),
+        ),
     },
     {
         "The variance lacks that between the groups: their means differ, which spreads the rows, too.": (
@@ -966,6 +1022,9 @@ MOMENTS = Exercise(
                 added,
             )
         ),
+        "This is E[x²] - E[x]², which loses all digits where the mean is large against the deviation: combine the variances and the squared difference of the means.": (
+            moments_by_squares
+        ),
         "The difference of the means is taken after the mean has changed: take it from the old mean.": (
             moments_with(after_the_mean, by_rows, added)
         ),
@@ -974,6 +1033,12 @@ MOMENTS = Exercise(
 )
 
 # 11. Minibatches
+
+
+def share_together(minibatches: list[Tensor], size: int) -> float:
+    """The share of neighbours, rows i and i + 1, that are in the same minibatch."""
+    places = {int(row): index for index, rows in enumerate(minibatches) for row in rows}
+    return sum(places.get(row, -1) == places.get(row + 1, -2) for row in range(size - 1)) / (size - 1)
 
 
 def properties(function: Callable, inputs: Inputs) -> tuple[bool, ...]:
@@ -988,6 +1053,7 @@ def properties(function: Callable, inputs: Inputs) -> tuple[bool, ...]:
         raise Wrong("A minibatch is not a vector of row numbers.")
     rows, again = torch.cat(first), torch.cat(second)
     sizes = [len(part) for part in first]
+    together = [share_together(function(*inputs), size) for _ in range(20)]
     return (
         len(first) == number,
         bool((rows.bincount(minlength=size) <= 1).all())
@@ -997,6 +1063,7 @@ def properties(function: Callable, inputs: Inputs) -> tuple[bool, ...]:
         max(sizes) - min(sizes) <= 1,
         size < 10 or not torch.equal(rows, rows.sort().values),
         size < 10 or not torch.equal(rows, again),
+        number == 1 or size < 10 or sum(together) < 10,
         not rows.is_floating_point() and rows.dtype != torch.bool,
     )
 
@@ -1008,6 +1075,7 @@ PROPERTIES = (
     "sizes differ by one at most",
     "shuffled",
     "another order in each epoch",
+    "rows that are neighbours in time are mostly in different minibatches",
     "integers",
 )
 
@@ -1049,6 +1117,11 @@ MINIBATCHES = Exercise(
             lambda size, number: list(
                 torch.randperm(size).tensor_split([size // number * i for i in range(1, number)])
             )
+        ),
+        "Rows are shuffled in blocks, so that neighbours in time stay together: any two rows must be able to meet in a minibatch.": (
+            lambda size, number: [
+                list(torch.arange(size).tensor_split(number))[i] for i in torch.randperm(number)
+            ]
         ),
         "The order is the same in each epoch: shuffle anew in each call, without a fixed seed.": seeded,
         "`num_minibatches` is taken for the size of a minibatch: it is their number.": (
@@ -1116,7 +1189,11 @@ def changed_update(**changes: Any) -> Callable:
                 if changes.get("recomputed") == "step":
                     ratios = ratios / ratios.detach()
                 a = advantages[rows]
-                if "normalized" not in changes:
+                if changes.get("normalized") == "unguarded":
+                    a = (a - a.mean()) / (a.std() + 1e-8)
+                elif changes.get("normalized") == "population":
+                    a = (a - a.mean()) / (a.std(correction=0) + 1e-8)
+                elif "normalized" not in changes:
                     a = solutions.normalize_advantages(a)
                 policy_loss = solutions.clipped_loss(ratios, a, changes.get("clip", clip_coef))
                 error = values - returns[rows]
@@ -1161,12 +1238,13 @@ UPDATE = Exercise(
         "two epochs of one minibatch": (None, BATCH, [[ROWS], [ROWS]], *COEFS, 1e9),
         "three epochs of two minibatches": (None, BATCH, HALVES, *COEFS, 1e9),
         "a gradient above the limit": (None, BATCH, HALVES, *COEFS, 0.05),
+        "a minibatch of one row": (None, BATCH, [[ROWS[:1], ROWS[1:]]], *COEFS, 1e9),
     },
     {
         "Gradients add up over the steps: call optimizer.zero_grad() before each backward().": changed_update(
             zero="never"
         ),
-        "No weight changes: is optimizer.step() called, and zero_grad() before backward(), not after it?": changed_update(
+        "No weight changes: is optimizer.step() called for each minibatch, and zero_grad() before backward(), not after it?": changed_update(
             epochs=0
         ),
         "One step per epoch, on gradients that add up: take one for each minibatch.": changed_update(
@@ -1186,6 +1264,12 @@ UPDATE = Exercise(
         ),
         "The ratio is not clipped.": changed_update(clip=1e9),
         "The advantages are not normalised.": changed_update(normalized="never"),
+        "A minibatch of one row makes all weights NaN: its advantage is 0, as in normalize_advantages.": changed_update(
+            normalized="unguarded"
+        ),
+        "The variance of the advantages is divided by their number: torch.std divides it by their number minus 1.": changed_update(
+            normalized="population"
+        ),
         "The advantages are normalised once for the whole batch: do it in each minibatch.": changed_update(
             normalized="once"
         ),
@@ -1195,7 +1279,7 @@ UPDATE = Exercise(
         "The old log-probabilities are computed anew in each epoch: they are those of the policy that acted, in `batch`.": (
             changed_update(recomputed="epoch")
         ),
-        "The gradient is not clipped, or before backward(), when it is not there yet.": changed_update(
+        "The clip of the gradient has no effect: call clip_grad_norm_ after backward() and before step().": changed_update(
             norm="never"
         ),
         "Each number of the gradient is clipped: clip the norm of all together (clip_grad_norm_).": changed_update(
@@ -1270,6 +1354,9 @@ MASK = Exercise(
                 solutions.response_mask(tokens, stop) & (tokens == stop).any(-1, keepdim=True)
             )
         ),
+        "The length is the number of other tokens plus 1 here: but other tokens may follow the first stop token.": (
+            lambda tokens, stop: (tokens != stop).sum(-1, keepdim=True) >= POSITIONS
+        ),
         "This goes up to the last stop token: the response ends with the first one.": last_stop,
         "This is everything: what stands after the first stop token is padding.": (
             lambda tokens, stop: torch.ones_like(tokens, dtype=torch.bool)
@@ -1343,6 +1430,12 @@ TOKEN_REWARDS = Exercise(
         ),
         "The KL term has an upper limit of 0 here: where the policy is less likely than the reference to choose the token, it is positive.": (
             lambda s, new, ref, mask, b: -b * (new - ref).clamp(min=0) * mask + at_last(s, mask)
+        ),
+        "The KL term is the absolute value of the log-ratio: where the policy is less likely than the reference to choose the token, it is positive.": (
+            lambda s, new, ref, mask, b: -b * (new - ref).abs() * mask + at_last(s, mask)
+        ),
+        "The KL term is k3 of the log-ratio here: in the reward, it is the log-ratio itself.": (
+            lambda s, new, ref, mask, b: -b * k3(ref - new) * mask + at_last(s, mask)
         ),
         "The KL term is weighted by the token's probability: tokens are samples of the policy, so each counts once.": (
             lambda s, new, ref, mask, b: -b * new.exp() * (new - ref) * mask + at_last(s, mask)
