@@ -193,8 +193,8 @@ QUESTIONS = [
          "are rewards rare, or is the task solved? If neither, print the rewards of a few episodes", RETURN),
     Rule("gain < -0.5", 10, "the return is lower than at first",
          "does the task become harder? If not, check the sign of the policy loss, the ends of episodes in "
-         "the advantages, that the learner sees the environment's rewards, and that actions reach their "
-         "environment", RETURN),
+         "the advantages, that advantages belong to their actions, that the learner sees the environment's "
+         "rewards, and that actions reach their environment", RETURN),
     Rule("entropy_share < 0.05 and gain < 1", 20,
          "the policy is almost deterministic, and the return has hardly risen",
          "was the task solved when the run began? If not, the policy collapsed: lower --learning-rate, or "

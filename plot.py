@@ -149,7 +149,8 @@ def draw(runs: pd.DataFrame, args: Args) -> None:
     columns = int(np.ceil(np.sqrt(len(panels))))
     rows = int(np.ceil(len(panels) / columns))
     lines_of = {}  # an example of each experiment, for the legend
-    figure = plt.figure(figsize=(5 * columns, 3.6 * rows), dpi=150, layout="constrained")
+    height = 3.6 * rows + 0.17 * max(0, len(experiments) - 3)  # a long legend does not squeeze the panels
+    figure = plt.figure(figsize=(5 * columns, height), dpi=150, layout="constrained")
     for place, (env_id, panel) in enumerate(panels, 1):
         axes = figure.add_subplot(rows, columns, place)
         window = float(f"{args.smooth * max(curve[args.x].max() for curve in panel.curve):.1g}")  # round

@@ -24,6 +24,7 @@ class Bug:
         str | tuple[str, ...]
     )  # the part of `new` that a learner is to find, or parts of which one is enough
     near: str  # the beginning of a line that takes part in it, but is right
+    hint: str  # after a wrong answer
     why: str
 
 
@@ -38,6 +39,7 @@ BUGS = [
         "        old_log_probs = agent.policy(obs).log_prob(actions)\n"
         "    log_ratio = log_probs - old_log_probs",
         near="log_probs = policy.log_prob",
+        hint="Which metric is exactly 0, and what would make it so?",
         why="The old log-probabilities are computed anew, with the weights that are being trained. So the ratio is"
         " always 1, nothing is ever clipped, the approximate KL is exactly 0, and nothing holds the policy.",
     ),
@@ -48,6 +50,7 @@ BUGS = [
         faulty="batch = [x.transpose(0, 1).flatten(0, 1) for x in (obs, actions, old_log_probs)]  # [B, ...]\n"
         "        batch += [advantages.flatten(), returns.flatten()]",
         near="advantages, returns = compute_gae",
+        hint="The updates have the right size, but the return falls: which action is judged by which advantage?",
         why="Observations and actions are in the order of the environments, advantages and returns in that of the"
         " steps: advantages belong to other actions. So the return falls, and the critic predicts nothing.",
     ),
@@ -56,6 +59,7 @@ BUGS = [
         new="policy, values = agent.policy(obs), agent.critic(obs)\n",
         faulty="policy, values = agent.policy(obs), agent.critic(obs)",
         near="value_loss =",
+        hint="The critic predicts a constant: what does its loss compare, and in which shapes?",
         why="The critic's values are [B, 1], the returns [B]: their difference is a [B, B] table by broadcasting. The"
         " loss is smallest where all values are the mean of the returns, so the critic learns only that, and the"
         " explained variance stays at 0.",
@@ -75,6 +79,7 @@ BUGS = [
         "            obs[t] = torch.as_tensor(current_obs)\n",
         faulty="obs[t] = torch.as_tensor(current_obs)",
         near="policy = agent.policy(torch",
+        hint="The KL stays large when the learning rate is nearly 0, so it is not the update: what else differs between acting and learning?",
         why="The observation is stored after the step: it is the one that the action led to, not the one in which it"
         " was chosen. Each action is learnt for the wrong state. A KL that stays large, although the learning rate"
         " decays to 0, is no update: acting and learning differ.",
@@ -84,6 +89,7 @@ BUGS = [
         new="return Categorical(logits=self.actor(obs).softmax(-1))",
         faulty="return Categorical(logits=self.actor(obs).softmax(-1))",
         near="self.actor = mlp(",
+        hint="The entropy stops at a value above 0: what keeps the policy from becoming certain?",
         why="The softmax is taken twice, since Categorical takes that of its logits. With logits between 0 and 1, the"
         " probabilities of two actions stay between 0.27 and 0.73: the policy cannot become certain, and its"
         " entropy cannot fall below 0.58 nats.",
@@ -105,6 +111,7 @@ BUGS = [
             "for n in np.flatnonzero(termination | truncation):",
         ),
         near="terminated[t], truncated[t]",
+        hint="No metric shows it: compare what is stored in each tensor with the comment where it is made.",
         why='Nothing is stored in next_obs from infos["final_obs"]. Where a time limit ends an episode, next_obs has'
         " the first observation of the next one, and the advantage the value of another state. After a fall,"
         " it does not count, and in a solved CartPole both states are worth the same: so no metric shows it.",
@@ -289,6 +296,6 @@ def judge(number: int, line: int, folder: Path) -> tuple[bool, str]:
                 return False, "Close: this line takes part in it, but another one is wrong."
             return (
                 False,
-                "Not this line. Write down what each metric should be, and which code it comes from.",
+                f"Not this line. {bug.hint}",
             )
     return False, f"This line is not in the copy as it was written: delete bug_{number}.py to get it again"

@@ -73,8 +73,8 @@ def table_of_log_probs(logits: Tensor, actions: Tensor) -> Tensor:
 LOG_PROB = Exercise(
     1,
     {
-        "4 actions": (LOGITS, ACTIONS),
-        "1 action": (LOGITS[:1], ACTIONS[:1]),
+        "4 rows": (LOGITS, ACTIONS),
+        "1 row": (LOGITS[:1], ACTIONS[:1]),
         "logits of 200 and more": (200 + 100 * LOGITS, ACTIONS),
     },
     {
@@ -111,6 +111,9 @@ LOG_PROB = Exercise(
                 solutions.log_prob(logits, actions) + logits.logsumexp(-1) - logits.logsumexp((0, 1))
             )
         ),
+        "The logarithm of a softmax is -inf where the probability is 0 in float32: use log_softmax.": (
+            lambda logits, actions: logits.softmax(-1).log().gather(-1, actions[:, None])[:, 0]
+        ),
         "A small number is added to the probabilities before the logarithm, so that small ones are wrong: use log_softmax.": (
             lambda logits, actions: (logits.softmax(-1).gather(-1, actions[:, None])[:, 0] + 1e-8).log()
         ),
@@ -120,8 +123,8 @@ LOG_PROB = Exercise(
 RATIO = Exercise(
     1,
     {
-        "4 actions": (LOGITS, ACTIONS, OLD_LOG_PROBS),
-        "1 action": (LOGITS[:1], ACTIONS[:1], OLD_LOG_PROBS[:1]),
+        "4 rows": (LOGITS, ACTIONS, OLD_LOG_PROBS),
+        "1 row": (LOGITS[:1], ACTIONS[:1], OLD_LOG_PROBS[:1]),
         "probabilities of 1e-60": (UNLIKELY, torch.tensor([0, 1]), tensor(-140.2, -149.7)),
     },
     {
@@ -202,6 +205,9 @@ RETURNS = Exercise(
             discounted_from_the_start
         ),
         "Rewards are not discounted.": lambda rewards, gamma: rewards.flip(0).cumsum(0).flip(0),
+        "Only the next reward counts here: all that follow do.": (
+            lambda rewards, gamma: rewards + gamma * torch.cat([rewards[1:], 0 * rewards[:1]])
+        ),
         "All following rewards are discounted by γ, however late: each step more is one more factor of γ.": one_discount,
         "This is the return of the first step: return one for each step.": (
             lambda rewards, gamma: solutions.discounted_returns(rewards, gamma)[0]
@@ -465,6 +471,9 @@ COMPUTE_GAE = Exercise(
                 solutions.compute_gae(r, v, n, term, trunc, gamma, lam)[0],
                 r + gamma * n * ~term,
             )
+        ),
+        "The returns are A_t + V(s_{t+1}): the critic's target for s_t is A_t + V(s_t).": (
+            lambda *inputs: (solutions.compute_gae(*inputs)[0], solutions.compute_gae(*inputs)[0] + inputs[2])
         ),
         "The returns are sums of rewards without the critic: return A_t + V(s_t).": (
             lambda r, v, n, term, trunc, gamma, lam: (
@@ -835,8 +844,8 @@ def k3(log_ratio: Tensor) -> Tensor:
 ESTIMATES = Exercise(
     9,
     {
-        "4 actions": (OLD_LOG_PROBS, tensor(-1.2, -0.9, -1.3, -1.8)),
-        "1 action": (tensor(-1), tensor(-1.5)),
+        "4 rows": (OLD_LOG_PROBS, tensor(-1.2, -0.9, -1.3, -1.8)),
+        "1 row": (tensor(-1), tensor(-1.5)),
         "equal policies": (OLD_LOG_PROBS, OLD_LOG_PROBS.clone()),
     },
     {
@@ -1198,13 +1207,14 @@ def changed_update(**changes: Any) -> Callable:
                 policy_loss = solutions.clipped_loss(ratios, a, changes.get("clip", clip_coef))
                 error = values - returns[rows]
                 value = changes.get("half", 0.5) * error.square().mean()
-                bonus = solutions.entropy(logits).mean()
+                bonus = solutions.entropy(logits)
+                bonus = bonus.sum() if changes.get("bonus") == "sum" else bonus.mean()
                 loss = (
                     changes.get("policy", 1) * policy_loss
                     + changes.get("vf", vf_coef) * value
                     - changes.get("ent", 1) * ent_coef * bonus
                 )
-                if "zero" not in changes and "steps" not in changes:
+                if "zero" not in changes and changes.get("steps") != "epoch":
                     optimizer.zero_grad()
                 loss.backward()
                 norm = changes.get("norm", "together")
@@ -1222,7 +1232,7 @@ def changed_update(**changes: Any) -> Callable:
                     nn.utils.clip_grad_norm_(agent.critic.parameters(), max_grad_norm)
                 if "steps" not in changes:
                     optimizer.step()
-            if changes.get("steps") == "epoch":
+            if "steps" in changes:
                 optimizer.step()
 
     return update
@@ -1250,10 +1260,16 @@ UPDATE = Exercise(
         "One step per epoch, on gradients that add up: take one for each minibatch.": changed_update(
             steps="epoch"
         ),
+        "One step per epoch, on the gradient of its last minibatch: take one for each minibatch.": changed_update(
+            steps="last"
+        ),
         "Only one epoch is done.": changed_update(epochs=1),
         "The sign of the policy loss.": changed_update(policy=-1),
         "The sign of the entropy bonus: the loss has - ent_coef · entropy, so that more entropy is better.": changed_update(
             ent=-1
+        ),
+        "The entropy is summed over the minibatch: take the mean, as of the other losses.": changed_update(
+            bonus="sum"
         ),
         "The entropy bonus is missing.": changed_update(ent=0),
         "The value loss is missing.": changed_update(vf=0.0),
@@ -1404,6 +1420,11 @@ TOKEN_REWARDS = Exercise(
         ),
         "The KL term goes beyond the response: multiply it by the mask.": (
             lambda s, new, ref, mask, b: -b * (new - ref) + at_last(s, mask)
+        ),
+        "The score is added in several columns: pair each response with its own last token, by two lists of indices or scatter_add.": (
+            lambda s, new, ref, mask, b: (
+                (-b * (new - ref) + s[:, None] * F.one_hot(mask.sum(-1) - 1, mask.shape[-1]).any(0)) * mask
+            )
         ),
         "The KL term is missing.": lambda s, new, ref, mask, b: at_last(s, mask).float(),
         "The score is missing.": lambda s, new, ref, mask, b: -b * (new - ref) * mask,
