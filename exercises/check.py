@@ -37,7 +37,7 @@ NUMBERS = Tensor | int | float
 class Args:
     names: Annotated[
         tuple[str, ...], tyro.conf.Positional
-    ] = ()  # functions to grade (default: all), or: bug N
+    ] = ()  # functions to grade, else all; or: bug N
     line: int | None = None  # of a broken copy: the line that you take for wrong
     file: Path = HERE / "exercises.py"  # with your functions
 
