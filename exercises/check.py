@@ -19,7 +19,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Any
 
 import bugs
 import solutions
@@ -35,9 +35,7 @@ NUMBERS = Tensor | int | float
 
 @dataclass
 class Args:
-    names: Annotated[
-        tuple[str, ...], tyro.conf.Positional
-    ] = ()  # functions to grade, else all; or: bug N
+    names: tyro.conf.Positional[tuple[str, ...]] = ()  # functions to grade, else all; or: bug N
     line: int | None = None  # of a broken copy: the line that you take for wrong
     file: Path = HERE / "exercises.py"  # with your functions
 

@@ -258,6 +258,13 @@ def test_grading_prints_a_line_for_each_function_and_a_status(tmp_path):
     assert "nonsense" in shown
 
 
+def test_help_has_a_text_for_each_argument(tmp_path):
+    status, shown = run(tmp_path, "--help")
+    assert status == 0
+    for words in ("functions to grade", "the line that you take for wrong", "with your functions"):
+        assert words in shown
+
+
 def test_a_function_that_calls_one_that_is_not_written_says_so(tmp_path):
     text = (FOLDER / "exercises.py").read_text(encoding="utf-8")
     start = text.index("def ratio(")
