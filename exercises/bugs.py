@@ -20,9 +20,7 @@ class Bug:
 
     old: str
     new: str
-    faulty: (
-        str | tuple[str, ...]
-    )  # the part of `new` that a learner is to find, or parts of which one is enough
+    faulty: tuple[str, ...]  # parts of `new` of which a learner is to find one
     near: str  # the beginning of a line that takes part in it, but is right
     hint: str  # after a wrong answer
     why: str
@@ -35,9 +33,11 @@ BUGS = [
         "    with torch.no_grad():\n"
         "        old_log_probs = agent.policy(obs).log_prob(actions)\n"
         "    log_ratio = log_probs - old_log_probs\n",
-        faulty="    with torch.no_grad():\n"
-        "        old_log_probs = agent.policy(obs).log_prob(actions)\n"
-        "    log_ratio = log_probs - old_log_probs",
+        faulty=(
+            "    with torch.no_grad():\n"
+            "        old_log_probs = agent.policy(obs).log_prob(actions)\n"
+            "    log_ratio = log_probs - old_log_probs",
+        ),
         near="log_probs = policy.log_prob",
         hint="Which metric is exactly 0, and what would make it so?",
         why="The old log-probabilities are computed anew, with the weights that are being trained. So the ratio is"
@@ -47,8 +47,10 @@ BUGS = [
         old="        batch = [x.flatten(0, 1) for x in (obs, actions, old_log_probs, advantages, returns)]  # [B, ...]\n",
         new="        batch = [x.transpose(0, 1).flatten(0, 1) for x in (obs, actions, old_log_probs)]  # [B, ...]\n"
         "        batch += [advantages.flatten(), returns.flatten()]\n",
-        faulty="batch = [x.transpose(0, 1).flatten(0, 1) for x in (obs, actions, old_log_probs)]  # [B, ...]\n"
-        "        batch += [advantages.flatten(), returns.flatten()]",
+        faulty=(
+            "batch = [x.transpose(0, 1).flatten(0, 1) for x in (obs, actions, old_log_probs)]  # [B, ...]\n"
+            "        batch += [advantages.flatten(), returns.flatten()]",
+        ),
         near="advantages, returns = compute_gae",
         hint="The updates have the right size, but the return falls: which action is judged by which advantage?",
         why="Observations and actions are in the order of the environments, advantages and returns in that of the"
@@ -57,7 +59,7 @@ BUGS = [
     Bug(
         old="policy, values = agent.policy(obs), agent.value(obs)\n",
         new="policy, values = agent.policy(obs), agent.critic(obs)\n",
-        faulty="policy, values = agent.policy(obs), agent.critic(obs)",
+        faulty=("policy, values = agent.policy(obs), agent.critic(obs)",),
         near="value_loss =",
         hint="The critic predicts a constant: what does its loss compare, and in which shapes?",
         why="The critic's values are [B, 1], the returns [B]: their difference is a [B, B] table by broadcasting. The"
@@ -77,7 +79,7 @@ BUGS = [
         "                old_log_probs[t] = policy.log_prob(actions[t])\n"
         "            current_obs, reward, termination, truncation, infos = envs.step(actions[t].numpy())\n"
         "            obs[t] = torch.as_tensor(current_obs)\n",
-        faulty="obs[t] = torch.as_tensor(current_obs)",
+        faulty=("obs[t] = torch.as_tensor(current_obs)",),
         near="policy = agent.policy(torch",
         hint="The KL stays large when the learning rate is nearly 0, so it is not the update: what else differs between acting and learning?",
         why="The observation is stored after the step: it is the one that the action led to, not the one in which it"
@@ -87,7 +89,7 @@ BUGS = [
     Bug(
         old="return Categorical(logits=self.actor(obs))",
         new="return Categorical(logits=self.actor(obs).softmax(-1))",
-        faulty="return Categorical(logits=self.actor(obs).softmax(-1))",
+        faulty=("return Categorical(logits=self.actor(obs).softmax(-1))",),
         near="self.actor = mlp(",
         hint="The entropy stops at a value above 0: what keeps the policy from becoming certain?",
         why="The softmax is taken twice, since Categorical takes that of its logits. With logits between 0 and 1, the"
@@ -247,7 +249,7 @@ def make(number: int) -> tuple[str, set[int]]:
     bug, original = BUGS[number - 1], ORIGINAL.read_text(encoding="utf-8")
     assert original.count(bug.old) == 1, "ppo_minimal.py has changed: this bug no longer fits"
     new = bug.new
-    for faulty in (bug.faulty,) if isinstance(bug.faulty, str) else bug.faulty:
+    for faulty in bug.faulty:
         assert new.count(faulty) == 1
         new = new.replace(faulty, f"{MARK}{faulty}{MARK}")
     text = original.replace(bug.old, new)
@@ -273,29 +275,35 @@ def write(number: int, folder: Path) -> str:
         about = f"{path.name} is a copy of ppo_minimal.py with one bug, and ten changes that do no harm."
     return f"""{about}
 run it, half a minute:  python {path.name}
-read its metrics:       python coach.py check runs/*__bug_{number}__*
+read its metrics:       python coach.py check "runs/*__bug_{number}__*"
 name a line L of it:    python exercises/check.py bug {number} --line L"""
+
+
+def without_comment(line: str) -> str:
+    """A line without the comment at its end, which a learner may have written."""
+    return line.split("  #")[0].rstrip()
 
 
 def judge(number: int, line: int, folder: Path) -> tuple[bool, str]:
     """Whether a line of the copy in a folder is part of the faulty statement, and an answer."""
     bug, (text, faulty) = BUGS[number - 1], make(number)
     path = folder / f"bug_{number}.py"
-    given = path.read_text(encoding="utf-8").splitlines() if path.exists() else text.splitlines()
+    if not path.exists():
+        return False, f"bug_{number}.py is not in this folder: `check.py bug {number}` writes it"
+    given = [without_comment(row) for row in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+    original = [without_comment(row) for row in text.splitlines()]
     if not 1 <= line <= len(given):
         return False, f"bug_{number}.py has {len(given)} lines"
     # A learner may have added lines since the copy was written.
-    for block in difflib.SequenceMatcher(
-        None, given, text.splitlines(), autojunk=False
-    ).get_matching_blocks():
+    for block in difflib.SequenceMatcher(None, given, original, autojunk=False).get_matching_blocks():
         if block.a <= line - 1 < block.a + block.size:
             written = line - block.a + block.b
             if written in faulty:
                 return True, f"Right. {bug.why}"
-            if text.splitlines()[written - 1].strip().startswith(bug.near):
+            if original[written - 1].strip().startswith(bug.near):
                 return False, "Close: this line takes part in it, but another one is wrong."
-            return (
-                False,
-                f"Not this line. {bug.hint}",
-            )
-    return False, f"This line is not in the copy as it was written: delete bug_{number}.py to get it again"
+            return False, f"Not this line. {bug.hint}"
+    return (
+        False,
+        f"You changed this line. To start again, delete bug_{number}.py and run `check.py bug {number}`",
+    )

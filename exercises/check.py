@@ -12,6 +12,7 @@ import copy
 import functools
 import importlib.util
 import inspect
+import math
 import sys
 import textwrap
 import traceback
@@ -25,7 +26,17 @@ import bugs
 import solutions
 import torch
 import tyro
-from graders import ACTOR, EXERCISES, PROPERTIES, Exercise, Wrong, properties, weights_after, with_gradient
+from graders import (
+    ACTOR,
+    EXERCISES,
+    IN_PLACE,
+    PROPERTIES,
+    Exercise,
+    Wrong,
+    properties,
+    weights_after,
+    with_gradient,
+)
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
@@ -36,7 +47,7 @@ NUMBERS = Tensor | int | float
 @dataclass
 class Args:
     names: tyro.conf.Positional[tuple[str, ...]] = ()  # functions to grade, else all; or: bug N
-    line: int | None = None  # of a broken copy: the line that you take for wrong
+    line: int | None = None  # of a broken copy: the line that you think is wrong
     file: Path = HERE / "exercises.py"  # with your functions
 
 
@@ -62,25 +73,29 @@ def grade(name: str, module: ModuleType) -> Grade:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what is wrong is said below
                 outputs[case] = exercise.observe(function, given)
-        except NotImplementedError:
-            missing = traceback.extract_tb(sys.exc_info()[2])[-1].name
-            return Grade(False, "not written yet" + f": {missing}, which it calls" * (missing != name))
         except Wrong as wrong:
             return Grade(False, str(wrong))
-        except Exception as error:
-            trace = error.__traceback__
-            while trace and Path(trace.tb_frame.f_code.co_filename).parent == HERE and trace.tb_next:
-                if trace.tb_frame.f_code.co_filename == module.__file__:
-                    break
-                trace = trace.tb_next
-            details = "".join(traceback.format_exception(type(error), error, trace))
-            if "backward through the graph a second time" in str(error):
-                advice = "Compute logits and values anew for each minibatch, as the weights have changed."
-                return Grade(False, advice, details)
-            return Grade(False, f"{type(error).__name__} in the case '{case}': {error}", details)
+        except (Exception, SystemExit) as error:
+            return explain(error, name, case, module)
         if not same(given, inputs):
-            return Grade(False, "An argument is changed in place, which the caller still needs.")
+            return Grade(False, IN_PLACE)
     return judge(name, outputs)
+
+
+def explain(error: BaseException, name: str, case: str, module: ModuleType) -> Grade:
+    """What an error in a learner's function says, with the lines of the learner's file that led to it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    if isinstance(error, NotImplementedError) and last.filename == module.__file__:
+        calls = f": {last.name}, which it calls" if last.name != name else ""
+        return Grade(False, f"not written yet{calls}")
+    trace = error.__traceback__
+    while trace.tb_next and trace.tb_frame.f_code.co_filename != module.__file__:
+        trace = trace.tb_next
+    details = "".join(traceback.format_exception(type(error), error, trace))
+    if "backward through the graph a second time" in str(error):
+        advice = "Compute logits and values anew for each minibatch, as the weights have changed."
+        return Grade(False, advice, details)
+    return Grade(False, f"{type(error).__name__} in the case '{case}': {error}", details)
 
 
 def judge(name: str, outputs: dict[str, Any]) -> Grade:
@@ -94,19 +109,19 @@ def judge(name: str, outputs: dict[str, Any]) -> Grade:
     first = differing[0] if differing else next(iter(right))
     case, _ = first
     details = show(name, case, outputs[case], {key: x for key, x in right.items() if key[0] == case})
-    closest, most = "", 0
+    closest, agreeing = "", 0
     for sentence, wrong_outputs in typical_answers(name).items():
         others = in_parts(exercise, wrong_outputs)
         equal = sum(same(given.get(key), others.get(key)) for key in right)
         if equal == len(right) and len(given) == len(others):
             return Grade(False, sentence, details)
-        # Of two mistakes it is one, if it explains the first difference, and breaks nothing that is right.
+        # Else a wrong answer may explain a part: it equals the first differing result, and all right ones.
         breaks = any(not same(others.get(key), right[key]) for key in right if key not in differing)
         explains = tells_something(given.get(first)) and same(given[first], others.get(first))
-        if explains and not breaks and equal > most:
-            closest, most = sentence, equal
+        if explains and not breaks and equal > agreeing:
+            closest, agreeing = sentence, equal
     if closest:
-        return Grade(False, f"{closest} (In the case '{case}'; something else is wrong, too.)", details)
+        return Grade(False, f"{closest} (In the case '{case}'.)", details)
     return Grade(False, difference(exercise, first, outputs[case], given.get(first), right[first]), details)
 
 
@@ -122,10 +137,8 @@ def in_parts(exercise: Exercise, outputs: dict[str, Any]) -> dict[tuple[str, int
     """The outputs by case and position, where a function returns several."""
     parts = {}
     for case, output in outputs.items():
-        if isinstance(output, list) and not exercise.parts:
-            output = torch.as_tensor(output)
-        several = output if isinstance(output, tuple | list) else (output,)
-        parts |= {(case, index): part for index, part in enumerate(several)}
+        results = output if isinstance(output, tuple) else (output,)
+        parts |= {(case, index): part for index, part in enumerate(results)}
     return parts
 
 
@@ -165,7 +178,7 @@ def difference(exercise: Exercise, key: tuple[str, int], output: Any, part: Any,
     where = f"In the case '{case}'"
     if exercise.observe is properties:
         missing = [name for name, has in zip(PROPERTIES, output, strict=True) if not has]
-        return f"{where}, this is not so: {', '.join(missing)}."
+        return f"{where}, this is missing: {', '.join(missing)}."
     if exercise.observe is weights_after:
         if same(part[:ACTOR], right[:ACTOR]):
             return f"{where}, the critic's weights are wrong, the actor's are right."
@@ -182,29 +195,27 @@ def difference(exercise: Exercise, key: tuple[str, int], output: Any, part: Any,
         if not isinstance(output, tuple | list) or len(output) != len(exercise.parts):
             return f"Return {len(exercise.parts)} results: {', '.join(exercise.parts)}."
         where = f"{where}, {exercise.parts[index]}"
+    if isinstance(right, float) and (not isinstance(part, NUMBERS) or torch.as_tensor(part).numel() != 1):
+        return f"{where}: return a number."
     if not isinstance(part, NUMBERS):
         return f"{where}: the type is {type(part).__name__}. Return a tensor."
     part, right = torch.as_tensor(part), torch.as_tensor(right)
     if part.shape != right.shape:
-        return f"{where}: the shape is {list(part.shape)}, where {list(right.shape)} is asked."
+        return f"{where}: the shape is {list(part.shape)}, where {list(right.shape)} is expected."
     if (part.dtype == torch.bool) != (right.dtype == torch.bool):
-        return f"{where}: the dtype is {part.dtype}, where {right.dtype} is asked."
+        return f"{where}: the dtype is {part.dtype}, where {right.dtype} is expected."
     if right.dtype == torch.bool:
-        return f"{where}: {words(part)} in the place of {words(right)}."
+        return f"{where}: {words(part)} instead of {words(right)}."
     if part.isnan().any():
-        return f"{where}: there is NaN."
+        return f"{where}: the result contains NaN."
     if same(part, -right):
-        return f"{where}: the sign."
+        return f"{where}: the sign is wrong."
     if right.dim() == 0:
-        return f"{where}: {words(part.item())} in the place of {words(right.item())}."
-    factors = (part / right)[right != 0]
-    if (
-        len(factors) > 1
-        and not part[right == 0].any()
-        and same(factors, factors[0].expand_as(factors))
-        and abs(factors[0] - 1) > 1e-3
-    ):
-        return f"{where}: the result is {factors[0]:.4g} times the right one."
+        return f"{where}: {words(part.item())} instead of {words(right.item())}."
+    largest = right.abs().argmax()
+    factor = (part.flatten()[largest] / right.flatten()[largest]).item()
+    if math.isfinite(factor) and abs(factor - 1) > 1e-3 and same(part, factor * right):
+        return f"{where}: the result is {factor:.4g} times the right one."
     wrong = (part - right).abs() > 1e-5 + 1e-4 * right.abs()
     return f"{where}: {int(wrong.sum())} of {right.numel()} numbers are wrong."
 
@@ -237,11 +248,14 @@ def words(x: Any) -> str:
 
 
 def load(path: Path) -> ModuleType:
-    """Import a file as a module."""
-    spec = importlib.util.spec_from_file_location("learner", path)
+    """Import a learner's file as a module. It may import others beside it."""
+    if path.suffix != ".py" or not path.is_file():
+        sys.exit(f"{path} is not a Python file")
+    spec = importlib.util.spec_from_file_location("learner", path.resolve())
     assert spec
     assert spec.loader
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules["learner"] = importlib.util.module_from_spec(spec)
+    sys.path.append(str(path.resolve().parent))
     spec.loader.exec_module(module)
     return module
 
@@ -273,6 +287,8 @@ def main() -> None:
         passed, answer = bugs.judge(number, args.line, Path())
         print(answer)
         sys.exit(not passed)
+    if args.line is not None:
+        sys.exit("--line is for `bug N`")
     unknown = [name for name in args.names if name not in EXERCISES]
     if unknown:
         sys.exit(f"unknown: {', '.join(unknown)}. There are: {NAMES}, and bug 1 to bug {len(bugs.BUGS)}")

@@ -3,7 +3,6 @@
 These are spoilers: read solutions.py instead if you want to see answers.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +13,27 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 Inputs = tuple[Any, ...]
+IN_PLACE = "An argument is changed in place, which the caller still needs."
 
 
 class Wrong(ValueError):  # noqa: N818
     """What is wrong, where the output cannot be compared at all."""
+
+
+def one(function: Callable, inputs: Inputs) -> Any:
+    """The result of a function that returns one."""
+    with torch.enable_grad():
+        result = function(*inputs)
+    if isinstance(result, list | tuple):
+        raise Wrong("Return one tensor, not a list or a tuple (torch.stack makes one of many).")
+    return result
+
+
+def several(function: Callable, inputs: Inputs) -> Any:
+    """The results of a function that returns several: a tuple, unless the function is wrong."""
+    with torch.enable_grad():
+        results = function(*inputs)
+    return tuple(results) if isinstance(results, list) else results
 
 
 @dataclass(frozen=True)
@@ -27,7 +43,7 @@ class Exercise:
     number: int  # of its section in exercises.py
     cases: dict[str, Inputs]
     wrong: dict[str, Callable]  # what is wrong: a function that does so
-    observe: Callable[[Callable, Inputs], Any] = lambda function, inputs: function(*inputs)
+    observe: Callable[[Callable, Inputs], Any] = one
     parts: tuple[str, ...] = ()  # names of several results
 
 
@@ -45,11 +61,14 @@ def bools(*rows: list[int]) -> Tensor:
 
 def with_gradient(function: Callable, inputs: Inputs) -> tuple[Any, Tensor]:
     """The result, and the gradient of its sum with regard to the first input: 0 if it has none."""
-    first = inputs[0].clone().requires_grad_()
-    result = function(first, *inputs[1:])
+    leaf = inputs[0].clone().requires_grad_()
+    first = leaf.clone()
+    result = one(function, (first, *inputs[1:]))
+    if not torch.equal(first, inputs[0]):
+        raise Wrong(IN_PLACE)
     if not isinstance(result, Tensor) or not result.requires_grad:
-        return result, torch.zeros_like(first)
-    (gradient,) = torch.autograd.grad(result.sum(), first, materialize_grads=True)
+        return result, torch.zeros_like(leaf)
+    (gradient,) = torch.autograd.grad(result.sum(), leaf, materialize_grads=True)
     return result.detach(), gradient
 
 
@@ -118,7 +137,7 @@ LOG_PROB = Exercise(
             lambda logits, actions: (logits.softmax(-1).gather(-1, actions[:, None])[:, 0] + 1e-8).log()
         ),
     },
-    with_gradient,
+    observe=with_gradient,
 )
 RATIO = Exercise(
     1,
@@ -167,7 +186,7 @@ RATIO = Exercise(
             lambda logits, actions, old: solutions.log_prob(logits, actions).exp() / (old.exp() + 1e-8)
         ),
     },
-    with_gradient,
+    observe=with_gradient,
 )
 
 # 2. Returns
@@ -208,7 +227,7 @@ RETURNS = Exercise(
         "Only the next reward counts here: all that follow do.": (
             lambda rewards, gamma: rewards + gamma * torch.cat([rewards[1:], 0 * rewards[:1]])
         ),
-        "All following rewards are discounted by γ, however late: each step more is one more factor of γ.": one_discount,
+        "All following rewards are discounted by γ, however late: each further step adds a factor γ.": one_discount,
         "This is the return of the first step: return one for each step.": (
             lambda rewards, gamma: solutions.discounted_returns(rewards, gamma)[0]
         ),
@@ -216,10 +235,12 @@ RETURNS = Exercise(
             lambda rewards, gamma: solutions.discounted_returns(rewards, gamma)[0].repeat(len(rewards))
         ),
         "The step's own reward is missing: G_t begins with r_t.": (
-            lambda rewards, gamma: (solutions.discounted_returns(rewards, gamma) - rewards) / max(gamma, 1e-9)
-        ),
-        "The step's own reward is missing (and what follows is discounted once too often): G_t begins with r_t.": (
             lambda rewards, gamma: solutions.discounted_returns(rewards, gamma) - rewards
+        ),
+        "This is the return of the next step: G_t begins with r_t.": (
+            lambda rewards, gamma: torch.cat(
+                [solutions.discounted_returns(rewards, gamma)[1:], 0 * rewards[:1]]
+            )
         ),
         "Discounted once too often: r_t itself has no factor.": (
             lambda rewards, gamma: gamma * solutions.discounted_returns(rewards, gamma)
@@ -309,14 +330,9 @@ def backwards(deltas: Tensor, keep: Tensor, factor: float) -> Tensor:
     return advantages
 
 
-def shifted(ended: Tensor, steps: int) -> Tensor:
-    """Row t is row t + steps; beyond the rollout, nothing ends."""
-    rows = torch.zeros_like(ended)
-    if steps == 1:
-        rows[:-1] = ended[1:]
-    else:
-        rows[1:] = ended[:-1]
-    return rows
+def previous(ended: Tensor) -> Tensor:
+    """Row t is row t - 1; before the rollout, nothing ends."""
+    return torch.cat([torch.zeros_like(ended[:1]), ended[:-1]])
 
 
 def gae_forwards(deltas: Tensor, ended: Tensor, gamma: float, gae_lambda: float) -> Tensor:
@@ -358,7 +374,7 @@ GAE = Exercise(
         ),
         "The sum stops one step too early: `ended[t]` cuts A_{t+1} off from A_t, not A_t from A_{t-1}.": reset_after,
         "The sum stops one step too late: use `ended[t]`, not `ended[t - 1]`.": (
-            lambda deltas, ended, gamma, lam: backwards(deltas, ~shifted(ended, -1), gamma * lam)
+            lambda deltas, ended, gamma, lam: backwards(deltas, ~previous(ended), gamma * lam)
         ),
         "The last step of an episode loses its own δ_t: only A_{t+1} does not count there.": delta_is_masked,
         "`ended` is the wrong way round: A_{t+1} counts where the episode ended, and only there.": (
@@ -409,10 +425,6 @@ def gae_with(
     return advantages, advantages + values
 
 
-def normal(advantages: Tensor) -> Tensor:
-    return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-
-
 def of_another_episode(r, v, n, term, trunc, gamma, lam):  # type: ignore[no-untyped-def]
     return gae_with(r, v, torch.cat([v[1:], n[-1:]]), term, term | trunc, gamma, lam)
 
@@ -436,7 +448,7 @@ COMPUTE_GAE = Exercise(
         "two steps are both": times(ENDS, ENDS),
     },
     {
-        "You treat a time limit as a death: where only `truncated`, V(s_{t+1}) counts, as more reward would have followed.": (
+        "You treat a time limit as the end of the task: where only `truncated`, V(s_{t+1}) counts, as more reward would have followed.": (
             lambda r, v, n, term, trunc, *f: gae_with(r, v, n, term | trunc, term | trunc, *f)
         ),
         "You sum across a time limit: where `truncated`, A_{t+1} is of the next episode and does not count.": (
@@ -491,15 +503,19 @@ COMPUTE_GAE = Exercise(
             )
         ),
         "The advantages are normalised here: that comes later, in each minibatch.": (
-            lambda *inputs: (normal(solutions.compute_gae(*inputs)[0]), solutions.compute_gae(*inputs)[1])
+            lambda *inputs: (
+                solutions.normalize_advantages(solutions.compute_gae(*inputs)[0]),
+                solutions.compute_gae(*inputs)[1],
+            )
         ),
         "The advantages are normalised before the returns are made of them, which then have another scale than the rewards.": (
             lambda *inputs: (
-                normal(solutions.compute_gae(*inputs)[0]),
-                normal(solutions.compute_gae(*inputs)[0]) + inputs[1],
+                solutions.normalize_advantages(solutions.compute_gae(*inputs)[0]),
+                solutions.normalize_advantages(solutions.compute_gae(*inputs)[0]) + inputs[1],
             )
         ),
     },
+    observe=several,
     parts=("the advantages", "the returns"),
 )
 
@@ -624,7 +640,7 @@ CLIPPED_LOSS = Exercise(
             lambda r, a, e: torch.max(r * a, r.clamp(1 - e, 1 + e) * a).mean()
         ),
     },
-    with_gradient,
+    observe=with_gradient,
 )
 GRADIENT = Exercise(
     6,
@@ -651,7 +667,7 @@ GRADIENT = Exercise(
         "The case A > 0 is missing: there the gradient is 0 above 1 + ε.": lambda r, a, e: (
             ~((a < 0) & (r < 1 - e))
         ),
-        "Every transition has one here. Where is the clip? (Put comparisons in parentheses: & binds tighter than > and <.)": lambda r, a, e: (
+        "Every transition has a gradient here. Where is the clip? (Put comparisons in parentheses: & binds tighter than > and <.)": lambda r, a, e: (
             torch.ones_like(r, dtype=torch.bool)
         ),
     },
@@ -718,7 +734,7 @@ VALUE_LOSS = Exercise(
             lambda v, old, ret, c: -0.5 * torch.max(*squares(v, old, ret, c)).mean()
         ),
     },
-    with_gradient,
+    observe=with_gradient,
 )
 
 # 8. Entropy
@@ -777,7 +793,7 @@ ENTROPY = Exercise(
             lambda logits: entropy_terms(without_forbidden(logits)).sum(-1)
         ),
     },
-    with_gradient,
+    observe=with_gradient,
 )
 
 # 9. The KL divergence
@@ -785,9 +801,7 @@ ENTROPY = Exercise(
 NEW_LOGITS = random(4, 3, seed=2)
 
 
-def kl(old: Tensor, new: Tensor) -> Tensor:
-    return (old.softmax(-1) * (old.log_softmax(-1) - new.log_softmax(-1))).sum(-1)
-
+kl = solutions.kl_divergence
 
 KL = Exercise(
     9,
@@ -881,6 +895,7 @@ ESTIMATES = Exercise(
             lambda old, new: ((old.exp() * k1(new - old)).mean(), k3(new - old).mean())
         ),
     },
+    observe=several,
     parts=("k1", "k3"),
 )
 
@@ -975,6 +990,13 @@ def after_the_mean(var: Tensor, new: Tensor, mean: Tensor, part: float) -> Tenso
     return (1 - part) * var + part * population(new) + part * (1 - part) * late.square()
 
 
+def over_all_numbers(mean: Tensor, var: Tensor, n: int, new: Tensor) -> tuple[Tensor, Tensor, int]:
+    part = by_rows(n, len(new))
+    between = part * (1 - part) * (new.mean() - mean).square()
+    combined = (1 - part) * var + part * new.var(correction=0) + between
+    return mean + part * (new.mean() - mean), combined, n + len(new)
+
+
 def moments_by_squares(mean: Tensor, var: Tensor, n: int, new: Tensor) -> tuple[Tensor, Tensor, int]:
     total = n + len(new)
     new_mean = (n * mean + new.sum(0)) / total
@@ -996,13 +1018,13 @@ MOMENTS = Exercise(
         ),
     },
     {
-        "The variance lacks that between the groups: their means differ, which spreads the rows, too.": (
+        "The variance between the groups is missing: their means differ, which spreads the rows, too.": (
             moments_with(lambda v, new, m, p: (1 - p) * v + p * population(new), by_rows, added)
         ),
         "The old and the new rows have the same weight: weigh them by their numbers.": (
             moments_with(combined, lambda n, m: 0.5 if n else 1.0, added)
         ),
-        "The old and the new rows have the same weight, and the variance lacks that between the groups.": (
+        "The old and the new rows have the same weight, and the variance between the groups is missing.": (
             moments_with(lambda v, new, m, p: (1 - p) * v + p * population(new), lambda n, m: 0.5, added)
         ),
         "These are the moments of the new rows alone.": (
@@ -1019,12 +1041,8 @@ MOMENTS = Exercise(
         "These are standard deviations: return variances.": (
             moments_with(lambda *inputs: combined(*inputs).sqrt(), by_rows, added)
         ),
-        "The moments are over all numbers: each of the D has its own (dim 0).": (
-            lambda mean, var, n, new: solutions.update_moments(
-                mean, var, n, new.mean(1, keepdim=True).expand_as(new)
-            )
-        ),
-        "The squared difference of the means is weighed wrongly: by the share of the old rows times that of the new ones.": (
+        "The moments are over all numbers: each of the D has its own (dim 0).": over_all_numbers,
+        "Weight the squared difference of the means by the share of the old rows times that of the new ones.": (
             moments_with(
                 lambda v, new, m, p: (1 - p) * v + p * population(new) + (new.mean(0) - m).square(),
                 by_rows,
@@ -1038,6 +1056,7 @@ MOMENTS = Exercise(
             moments_with(after_the_mean, by_rows, added)
         ),
     },
+    observe=several,
     parts=("the mean", "the variance", "the count"),
 )
 
@@ -1052,40 +1071,37 @@ def share_together(minibatches: list[Tensor], size: int) -> float:
 
 def properties(function: Callable, inputs: Inputs) -> tuple[bool, ...]:
     """What is asked of minibatches, and whether they have it. See PROPERTIES."""
-    torch.manual_seed(0)
-    epochs = function(*inputs), function(*inputs)
+    size, number = inputs
+    epochs = [function(*inputs) for _ in range(20)]
     if not all(isinstance(minibatches, list | tuple) for minibatches in epochs):
         raise Wrong("Return a list of tensors.")
-    first, second = ([torch.as_tensor(rows) for rows in minibatches] for minibatches in epochs)
-    size, number = inputs
-    if any(rows.dim() != 1 for rows in first):
-        raise Wrong("A minibatch is not a vector of row numbers.")
+    first, second = ([torch.as_tensor(rows) for rows in minibatches] for minibatches in epochs[:2])
+    if not first or any(rows.dim() != 1 or rows.dtype in (torch.bool, torch.float32) for rows in first):
+        raise Wrong("Return a list of vectors of row numbers, int64.")
     rows, again = torch.cat(first), torch.cat(second)
     sizes = [len(part) for part in first]
-    together = [share_together(function(*inputs), size) for _ in range(20)]
+    together = [share_together(minibatches, size) for minibatches in epochs]
     return (
         len(first) == number,
-        bool((rows.bincount(minlength=size) <= 1).all())
-        if rows.numel() and not rows.is_floating_point()
-        else False,
-        len(rows) >= size,
+        bool(((rows >= 0) & (rows < size)).all()),
+        len(rows.unique()) == len(rows),
+        bool(torch.isin(torch.arange(size), rows).all()),
         max(sizes) - min(sizes) <= 1,
         size < 10 or not torch.equal(rows, rows.sort().values),
         size < 10 or not torch.equal(rows, again),
         number == 1 or size < 10 or sum(together) < 10,
-        not rows.is_floating_point() and rows.dtype != torch.bool,
     )
 
 
 PROPERTIES = (
     "as many minibatches as asked for",
+    "row numbers from 0 to batch_size - 1",
     "no row twice",
-    "no row is left out",
-    "sizes differ by one at most",
-    "shuffled",
+    "no row left out",
+    "sizes that differ by one at most",
+    "a shuffled order",
     "another order in each epoch",
-    "rows that are neighbours in time are mostly in different minibatches",
-    "integers",
+    "neighbours in time mostly in different minibatches",
 )
 
 
@@ -1137,7 +1153,7 @@ MINIBATCHES = Exercise(
             lambda size, number: list(torch.randperm(size).split(number))
         ),
     },
-    properties,
+    observe=properties,
 )
 
 # 12. An update
@@ -1161,7 +1177,7 @@ def weights_after(function: Callable, inputs: Inputs) -> Tensor:
     """All weights of the agent after an update with gradient steps of size 0.1."""
     agent, settings = Agent(), inputs[1:]
     optimizer = torch.optim.SGD(agent.parameters(), 0.1)
-    result = function(agent, optimizer, *copy.deepcopy(settings))
+    result = function(agent, optimizer, *settings)
     if result is not None:
         raise Wrong("An update changes the agent, and returns nothing.")
     return torch.cat([parameter.detach().flatten() for parameter in agent.parameters()])
@@ -1264,8 +1280,8 @@ UPDATE = Exercise(
             steps="last"
         ),
         "Only one epoch is done.": changed_update(epochs=1),
-        "The sign of the policy loss.": changed_update(policy=-1),
-        "The sign of the entropy bonus: the loss has - ent_coef · entropy, so that more entropy is better.": changed_update(
+        "The policy loss has the wrong sign.": changed_update(policy=-1),
+        "The entropy bonus has the wrong sign: the loss has - ent_coef · entropy, so that more entropy is better.": changed_update(
             ent=-1
         ),
         "The entropy is summed over the minibatch: take the mean, as of the other losses.": changed_update(
@@ -1311,13 +1327,15 @@ UPDATE = Exercise(
             norm="actor"
         ),
     },
-    weights_after,
+    observe=weights_after,
 )
 
 # 13. Tokens
 
 STOP = 9
-TOKENS = torch.tensor([[1, 9, 3, 4], [9, 1, 2, 3], [1, 2, 3, 9], [1, 2, 3, 4], [1, 9, 9, 9], [1, 9, 2, 9]])
+TOKENS = torch.tensor(
+    [[1, 9, 3, 4], [9, 1, 2, 3], [1, 2, 3, 9], [1, 2, 3, 4], [1, 9, 9, 9], [1, 9, 2, 9], [1, 9, 9, 2]]
+)
 
 
 def first_stop(tokens: Tensor, stop: int) -> Tensor:
@@ -1356,7 +1374,7 @@ MASK = Exercise(
         "This is one token too many: the response ends with the stop token.": (
             lambda tokens, stop: torch.cat(
                 [
-                    solutions.response_mask(tokens, stop)[:, :1] | True,
+                    torch.ones_like(tokens[:, :1], dtype=torch.bool),
                     solutions.response_mask(tokens, stop)[:, :-1],
                 ],
                 -1,
@@ -1372,6 +1390,9 @@ MASK = Exercise(
         ),
         "The length is the number of other tokens plus 1 here: but other tokens may follow the first stop token.": (
             lambda tokens, stop: (tokens != stop).sum(-1, keepdim=True) >= POSITIONS
+        ),
+        "This goes up to the second stop token: the response ends with the first one.": (
+            lambda tokens, stop: (tokens == stop).cumsum(-1) <= 1
         ),
         "This goes up to the last stop token: the response ends with the first one.": last_stop,
         "This is everything: what stands after the first stop token is padding.": (
@@ -1517,6 +1538,9 @@ GROUP = Exercise(
         "The mean is that of the other responses, and there is no deviation: this is RLOO. GRPO's mean has the response itself, too.": leave_one_out,
         "The mean is that of the other responses: GRPO's has the response itself, too.": (
             lambda s: leave_one_out(s) / (s.std(-1, keepdim=True) + 1e-4)
+        ),
+        "1e-8 is added to the deviation, where GRPO adds 1e-4.": (
+            lambda s: (s - s.mean(-1, keepdim=True)) / (s.std(-1, keepdim=True) + 1e-8)
         ),
         "1e-4 is added to the variance, not to the deviation.": (
             lambda s: (s - s.mean(-1, keepdim=True)) / (s.var(-1, keepdim=True) + 1e-4).sqrt()
