@@ -1204,7 +1204,7 @@ def changed_update(**changes: Any) -> Callable:
         for minibatches in epochs[: changes.get("epochs")]:
             if changes.get("recomputed") == "epoch":
                 old = solutions.log_prob(agent.actor(obs), actions).detach()
-            if changes.get("steps") == "epoch":
+            if changes.get("steps") == "epoch" or changes.get("zero") == "epoch":
                 optimizer.zero_grad()
             for rows in minibatches:
                 logits, values = agent.actor(obs[rows]), agent.critic(obs[rows])
@@ -1269,6 +1269,9 @@ UPDATE = Exercise(
     {
         "Gradients add up over the steps: call optimizer.zero_grad() before each backward().": changed_update(
             zero="never"
+        ),
+        "Gradients add up over the minibatches of an epoch: call optimizer.zero_grad() before each backward().": (
+            changed_update(zero="epoch")
         ),
         "No weight changes: is optimizer.step() called for each minibatch, and zero_grad() before backward(), not after it?": changed_update(
             epochs=0
