@@ -227,7 +227,16 @@ OTHER_ANSWERS = {  # by what a learner is told
     "k3": ("kl_estimates", lambda *x: (solutions.kl_estimates(*x)[0], torch.tensor(5.0))),
     "return a number": ("adapt_kl_coef", lambda *x: "much"),
     "returns nothing": ("update", lambda *x: 1),
-    "critic's weights are wrong": ("update", lambda *x: double_critic(*x)),
+    "critic's weights are wrong": ("update", lambda *x: double(lambda agent: agent.critic, *x)),
+    "actor's weights are wrong": ("update", lambda *x: double(lambda agent: agent.actor, *x)),
+    "sign is wrong": (
+        "compute_gae",
+        lambda *x: (-solutions.compute_gae(*x)[0], solutions.compute_gae(*x)[1]),
+    ),
+    "no row twice": (
+        "make_minibatches",
+        lambda size, n: [torch.arange(size).repeat(2)[torch.randperm(2 * size)]],
+    ),
     "row numbers from 0": (
         "make_minibatches",
         lambda size, n: [x + 1 for x in solutions.make_minibatches(size, n)],
@@ -239,10 +248,10 @@ OTHER_ANSWERS = {  # by what a learner is told
 }
 
 
-def double_critic(agent, *others):
+def double(network_of, agent, *others):
+    """Update, then double the last parameter of a network, its bias."""
     solutions.update(agent, *others)
-    for parameter in agent.critic.parameters():
-        parameter.data *= 2
+    [*network_of(agent).parameters()][-1].data *= 2
 
 
 def forward_once(agent, optimizer, batch, *others):
