@@ -68,6 +68,9 @@ def test_minibatches_have_each_row_once_and_single_advantages_are_0():
     """What is not compared with another computation below."""
     assert all(all(has) for has in check.answers(graders.MINIBATCHES, solutions.make_minibatches).values())
     assert solutions.normalize_advantages(torch.tensor([5.0])).tolist() == [0]
+    small = 1e-4 * torch.tensor([3.0, -1.0, 2.0])
+    exact = (small - small.mean()) / small.std()
+    torch.testing.assert_close(solutions.normalize_advantages(small), exact, rtol=1e-3, atol=0)
     values = torch.tensor([2.0, 1.1], requires_grad=True)
     solutions.value_loss(values, torch.ones(2), torch.full((2,), 3.0), 0.2).backward()
     assert values.grad.tolist() == pytest.approx([0, -0.95])  # the first change is clipped
