@@ -238,8 +238,10 @@ def rewrite(text: str, old: str, new: str) -> str:
 def rewritten(text: str, seed: int, number: int = 10) -> str:
     """Apply as many rewrites, chosen by the seed."""
     for old, new in random.Random(seed).sample(REWRITES, len(REWRITES)):
+        if number == 0:
+            break
         changed = rewrite(text, old, new)
-        if changed != text and number > 0:
+        if changed != text:
             text, number = changed, number - 1
     return text
 

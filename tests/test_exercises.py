@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import direct_gae, weights
+from helpers import curves, direct_gae, weights
 from torch.distributions import Categorical, kl_divergence
 
 import grpo
@@ -350,12 +350,15 @@ NUMBERS = range(1, len(bugs.BUGS) + 1)
 
 
 def train_briefly(text, folder, name, monkeypatch, iterations):
-    """Train with the text of a script. Return the weights."""
-    path = folder / f"{name}.py"
+    """Train with the text of a script. Return the weights, and the curves of what it logs."""
+    path = folder / name / "script.py"
+    path.parent.mkdir()
     path.write_text(text, encoding="utf-8")
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(path.parent)
     script = check.load(path)
-    return weights(script.train(script.Args("Acrobot-v1", total_timesteps=iterations * 1024)))
+    learnt = weights(script.train(script.Args("Acrobot-v1", total_timesteps=iterations * 1024)))
+    (logged,) = path.parent.glob("runs/*")
+    return learnt, curves(logged)
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -365,14 +368,17 @@ def test_a_broken_copy_has_ten_harmless_changes(number):
     assert f"__bug_{number}__" in text  # the name of its runs, for which coach.py is called
     original = bugs.ORIGINAL.read_text(encoding="utf-8")
     changed = {*original.splitlines()} - {*text.splitlines()}
-    assert len(changed) >= 10
+    with mock.patch.object(bugs, "rewrite", wraps=bugs.rewrite) as tried:
+        bugs.make(number)
+    given = [call.args for call in tried.call_args_list]
+    assert sum(bugs.rewrite(*words) != words[0] for words in given) == 10
     for other in NUMBERS:
         if other != number:
             assert changed != {*original.splitlines()} - {*bugs.make(other)[0].splitlines()}
 
 
 @pytest.mark.slow
-def test_the_harmless_changes_learn_the_same_weights(tmp_path, monkeypatch):
+def test_the_harmless_changes_learn_the_same_weights_and_log_the_same(tmp_path, monkeypatch):
     """All of them at once, on episodes of which a time limit ends some (500 of 512 steps)."""
     original = bugs.ORIGINAL.read_text(encoding="utf-8")
     changed = original
@@ -381,7 +387,8 @@ def test_the_harmless_changes_learn_the_same_weights(tmp_path, monkeypatch):
         assert changed != before, old
     a = train_briefly(original, tmp_path, "original", monkeypatch, 4)
     b = train_briefly(changed, tmp_path, "changed", monkeypatch, 4)
-    assert torch.equal(a, b)
+    assert torch.equal(a[0], b[0])
+    assert a[1] == b[1]
 
 
 @pytest.mark.slow
@@ -389,8 +396,9 @@ def test_the_harmless_changes_learn_the_same_weights(tmp_path, monkeypatch):
 def test_a_broken_copy_runs_and_learns_other_weights(number, tmp_path, monkeypatch):
     text, _ = bugs.make(number)
     original = bugs.ORIGINAL.read_text(encoding="utf-8")
-    a = train_briefly(original, tmp_path, "original", monkeypatch, 4)
-    assert not torch.equal(a, train_briefly(text, tmp_path, "copy", monkeypatch, 4))
+    a, _ = train_briefly(original, tmp_path, "original", monkeypatch, 4)
+    b, _ = train_briefly(text, tmp_path, "copy", monkeypatch, 4)
+    assert not torch.equal(a, b)
 
 
 @pytest.mark.parametrize("number", NUMBERS)
