@@ -34,6 +34,7 @@ class Experiment:
     flags: str = ""
     program: str = "run.py"  # in this folder, that runs it
     commit: str = ""  # that has its script, if today's cannot run it
+    change: str = ""  # of the script, by arms.py
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ class Run:
     def flags(self) -> str:
         """What differs from the defaults, for `runs.csv`. If it changes, the run is missing again."""
         if self.experiment.script != "sb3":
-            return self.experiment.flags
+            change = self.experiment.change and f" + {self.experiment.change}"
+            return f"{self.experiment.flags}{change}"
         return " ".join(f"{name}={value}" for name, value in SB3[self.env_id].items())
 
     @property
@@ -90,9 +92,16 @@ def each(tasks: list[Task], seeds: int, first: int = 1) -> list[tuple[str, int, 
 
 @contextlib.contextmanager
 def script_of(run: Run) -> Iterator[ModuleType]:
-    """The script of a run of ours. For `UNSAFE`, it takes settings that it refuses otherwise."""
+    """The script of a run of ours, changed as its experiment says.
+
+    For `UNSAFE`, it takes settings that it refuses otherwise.
+    """
     script = importlib.import_module(run.experiment.script.removesuffix(".py"))
     with contextlib.ExitStack() as changes:
+        if run.experiment.change:
+            arms = importlib.import_module("arms")
+            changed = arms.CHANGES[run.experiment.change](script)
+            changes.enter_context(mock.patch.multiple(script, **changed))
         if run.experiment.name in UNSAFE:
             changes.enter_context(mock.patch.object(script, "check_settings", return_value=None))
         yield script
@@ -303,6 +312,31 @@ for name, tasks, flags in (("beta2", BETA2_TASKS, ""), ("beta2-swimmer", [SWIMME
     plan, flags = each(tasks, 3, first=901), f"--compile --adam-beta2 0.99{flags}"
     AGAIN.append(Experiment(name, "`--adam-beta2 0.99`", "ppo_continuous.py", plan, flags))
 
+# results/one_setting.md: one setting for all of MuJoCo. Stage 1 has two tasks, stage 2 five.
+ONE_TASKS = [("HalfCheetah-v5", 1_000_000), ("Hopper-v5", 1_000_000)]
+ONE_ARMS = {  # flags, and the change of the script
+    "one": ("", "averaged"),
+    "one-gamma-995": ("--gamma 0.995", ""),
+    "one-gamma-997": ("--gamma 0.997", ""),
+    "one-gamma-995-popart": ("--gamma 0.995", "popart"),
+    "one-gamma-997-popart": ("--gamma 0.997", "popart"),
+    "one-rising-horizon": ("", "rising-horizon"),
+    "one-2x1024": ("--num-envs 2 --num-steps 1024", ""),
+    "one-1x2048": ("--num-envs 1 --num-steps 2048", ""),
+    "one-coloured-noise": ("", "coloured-noise"),
+    "one-equal-betas": ("", "equal-betas"),
+    "one-relative-time": ("", "relative-time"),
+    "one-beta-policy": ("", "beta-policy"),
+}
+ONE_SEEDS = dict.fromkeys(ONE_ARMS, 2)  # of stage 1, from 1001
+ONE = []
+for name, (flags, change) in ONE_ARMS.items():
+    plan, flags = (
+        each(ONE_TASKS, ONE_SEEDS[name], first=1001),
+        f"--compile --eval-episodes 20 {flags}".strip(),
+    )
+    ONE.append(Experiment(name, name, "ppo_continuous.py", plan, flags, change=change))
+
 # Networks, with the same script: layers of tanh, and a wider critic; training returns after 300,000 steps
 NETWORK_TASKS = [(f"{name}-v5", 300_000) for name in ("HalfCheetah", "Hopper", "Walker2d")]
 NETWORKS = []
@@ -433,5 +467,18 @@ MINUTES = [
 # Language models, beside TRL (against_trl.py)
 TRL_LOSSES = {"constant": "dr_grpo", "token-mean": "dapo", "sequence-mean": "grpo"}  # our name, TRL's
 
-ALL = DISCRETE + CONTINUOUS + ABLATION + AGAIN + NETWORKS + PLAINS + ATARI + GPU + MEMORY + LAYOUT + MINUTES
+ALL = (
+    DISCRETE
+    + CONTINUOUS
+    + ABLATION
+    + AGAIN
+    + ONE
+    + NETWORKS
+    + PLAINS
+    + ATARI
+    + GPU
+    + MEMORY
+    + LAYOUT
+    + MINUTES
+)
 EXPERIMENTS = {experiment.name: experiment for experiment in ALL}

@@ -120,6 +120,10 @@ def run_ours(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
             results = script.train(replace(args, resume=checkpoint and str(checkpoint)))
         else:  # it was stopped in its evaluation
             results = {"checkpoint": checkpoint, "greedy_returns": script.evaluate(checkpoint, args)}
+            if (best := checkpoint.with_name("best.pt")).exists():
+                state = torch.load(best, weights_only=True)["state"]
+                results |= {"best_return": state["best_return"], "best_step": state["best_step"]}
+                results["best_replayed"] = script.evaluate(best, args)
         folder = Path(results["checkpoint"]).parent
         log = EventAccumulator(str(folder), {"scalars": 0}).Reload()
         sessions = len(list(folder.glob("events*")))  # processes that trained
@@ -131,6 +135,9 @@ def run_ours(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
     between = np.diff([event.wall_time for event in log.Scalars("charts/SPS")])  # iterations
     seconds = between[between < 60].sum()  # more is a pause between two processes
     result = {"training": log.Scalars(TAGS["return"])[-1].value, "greedy": results["greedy_returns"]}
+    result["averaged"] = results.get("averaged_returns", ())  # see arms.py
+    if len(best := results.get("best_replayed", ())):  # with --eval-every
+        result |= {"best": best, "best_step": results["best_step"], "best_chosen": results["best_return"]}
     return result | {"seconds": seconds, "sessions": sessions}, curves
 
 
@@ -181,6 +188,11 @@ def run_one(run: Run) -> None:
         "seconds": round(float(result["seconds"]), 1),
         "sessions": result["sessions"],
     }
+    for kind in ("best", "averaged"):  # played in the same episodes as the last policy
+        if len(returns := result.get(kind, ())):
+            row |= {kind: round(float(np.mean(returns)), 4), f"{kind}_std": round(float(np.std(returns)), 4)}
+    if "best_step" in result:
+        row |= {"best_step": result["best_step"], "best_chosen": round(float(result["best_chosen"]), 4)}
     store(RUNS, [name | row | about], KEY)  # from now on, the run is stored
     shutil.rmtree(folder_of(run) / "runs", ignore_errors=True)
     print(run.name, "done", flush=True)
