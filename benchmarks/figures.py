@@ -49,7 +49,7 @@ def draw_curve(axes: Axes, found: pd.DataFrame, quantity: str, label: str, index
 def learning_curves(
     results: pd.DataFrame, labels: dict[str, str], panels: list[tuple[Task, str]], columns: int, best: bool
 ) -> Figure:
-    """A panel for each task and quantity, with a curve for each experiment; perhaps the best published."""
+    """A panel for each task and quantity, a curve for each experiment, perhaps the best published policy."""
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(max(2.7 * columns, 6.5), 2.3 * rows + 1), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
@@ -61,8 +61,9 @@ def learning_curves(
             if len(found):
                 draw_curve(axes, found, quantity, label, order.index(label))
         if best:
-            published = experiments.PUBLISHED[task[0]][0]
-            axes.axhline(published, color="gray", linewidth=1, linestyle="--", label="best published")
+            final = [x.mean for x in experiments.PUBLISHED[task[0]] if x.kind == "final"]
+            final += experiments.XUANCE.get(task[0], ())[:1]
+            axes.axhline(max(final), color="gray", linewidth=1, linestyle="--", label="best published, final")
         axes.set_title(name_of(task), fontsize="medium")
         axes.set(xlabel="thousand steps", yscale="log" if quantity == "kl" else "linear")
         if axes in grid[::columns]:
@@ -87,7 +88,8 @@ def figures(results: pd.DataFrame) -> dict[str, Figure]:
     panels = [(task, "return") for task in experiments.CLASSIC if task != ("CartPole-v1", 500_000)]
     labels = {"classic": "ppo.py at its defaults", "sb3-rl-zoo": peer}
     made["classic"] = learning_curves(results, labels, panels, 4, False)
-    panels = [(task, "return") for task in experiments.MUJOCO]
+    tasks = [task for task in experiments.MUJOCO if len(select(results, "continuous", task))]
+    panels = [(task, "return") for task in tasks]
     labels = {"continuous": "ppo_continuous.py at its defaults", "sb3-rl-zoo-mujoco": peer}
     labels |= dict.fromkeys(experiments.TODAY[1:], "ppo_continuous.py with flags for the task")
     made["mujoco"] = learning_curves(results, labels, panels, 4, True)

@@ -44,7 +44,9 @@ def load() -> pd.DataFrame:
     curves = pd.read_csv(CURVES)
     curves["points"] = [np.array(text.split(), float) for text in curves.points]
     by_quantity = curves.set_index([*KEY, "quantity"]).points.unstack()
-    return pd.read_csv(RUNS).join(by_quantity, on=KEY)
+    runs = pd.read_csv(RUNS)
+    runs = runs.reindex(columns=[*runs, *{"best", "averaged"} - {*runs}])  # of some runs
+    return runs.join(by_quantity, on=KEY)
 
 
 def select(results: pd.DataFrame, experiment: str, task: Task) -> pd.DataFrame:
@@ -103,39 +105,82 @@ def name_of(task: Task) -> str:
     return f"{env_id}, {steps // 1_000_000}M" if steps % 1_000_000 == 0 else f"{env_id}, {steps // 1000}k"
 
 
-def published(env_id: str, bold: bool) -> str:
-    """The best return published for PPO, with a link."""
-    mean, std, source, about = experiments.PUBLISHED[env_id]
-    text = f"{mean:.1f}" if std is None else f"{mean:.1f} ± {std:.1f}"
+def cited(known: experiments.Published, bold: bool = False) -> str:
+    """A published return, with a link, its source and what it is."""
+    text = f"{known.mean:.1f}" if known.std is None else f"{known.mean:.1f} ± {known.std:.1f}"
     text = f"**{text}**" if bold else text
-    return f"[{text}]({experiments.SOURCES[source]}) ({source}{about and ', '}{about})"
+    kind = {"final": "", "best": "best evaluation", "training": "in training"}[known.kind]
+    about = ", ".join(filter(None, [known.source, kind, known.about]))
+    return f"[{text}]({experiments.SOURCES[known.source]}) ({about})"
+
+
+def final_policies(results: pd.DataFrame, task: Task, peer: str) -> dict[str, float]:
+    """Mean returns of others' final policies on a task: Stable-Baselines3 here, and what is published."""
+    theirs = {"Stable-Baselines3 here": select(results, peer, task).greedy.mean()}
+    theirs["XuanCe"] = experiments.XUANCE.get(task[0], (np.nan,))[0]
+    for known in experiments.PUBLISHED.get(task[0], ()):
+        if known.kind == "final":
+            theirs[known.source] = known.mean
+    return {name: round(mean, 1) for name, mean in theirs.items() if not np.isnan(mean)}
 
 
 def returns(results: pd.DataFrame, names: list[str], tasks: list[Task], peer: str) -> Iterator[Row]:
     """Returns on each task, with the defaults and with flags, beside Stable-Baselines3 and published ones.
 
-    Whatever has the highest mean, as it is printed, is bold.
+    Of the final policies, whatever has the highest mean, as it is printed, is bold.
     """
+
+    def mark(text: str, mean: float) -> str:
+        return f"**{text}**" if round(mean, 1) == highest else text
+
     for task in tasks:
         for name in names:
             found, label = select(results, name, task), EXPERIMENTS[name].label
             if not len(found):
                 continue
-            theirs, known = select(results, peer, task).greedy, task[0] in experiments.PUBLISHED
-            means = [found.greedy.mean(), theirs.mean(), experiments.PUBLISHED.get(task[0], [np.nan])[0]]
-            best = np.round(means, 1) == np.nanmax(np.round(means, 1))
-            ours, other = spread(found.greedy), spread(theirs)
-            other = f"**{other}**" if best[1] else other
-            if len(theirs) and task[0] in experiments.SB3_NOTES:
-                other += f" ({experiments.SB3_NOTES[task[0]]})"
+            others = final_policies(results, task, peer)
+            highest = max([round(found.greedy.mean(), 1), *others.values()])
+            theirs, other = select(results, peer, task).greedy, ""
+            if len(theirs):
+                other = mark(spread(theirs), theirs.mean())
+                if task[0] in experiments.SB3_NOTES:
+                    other += f" ({experiments.SB3_NOTES[task[0]]})"
+            best = found.best.dropna()
+            xuance = {"XuanCe, final": "", "XuanCe, best": ""}
+            if task[0] in experiments.XUANCE:
+                mean, std, best_mean, best_std, at = experiments.XUANCE[task[0]]
+                at = at and f" ({at})"
+                xuance["XuanCe, final"] = f"{mark(f'{mean:.1f} ± {std:.1f}', mean)}{at}"
+                xuance["XuanCe, best"] = f"{best_mean:.1f} ± {best_std:.1f}{at}"
+            known = experiments.PUBLISHED.get(task[0], [])
+            final = [cited(x, x.mean == highest) for x in known if x.kind == "final"]
             yield {
                 "environment, steps": name_of(task) + ("" if label == "the defaults" else f", {label}"),
                 "seeds": f"{len(found)}",
                 "last 100 training episodes": spread(found.training),
-                "greedy": f"**{ours}**" if best[0] else ours,
+                "final": mark(spread(found.greedy), found.greedy.mean()),
+                "best": spread(best),
                 "Stable-Baselines3 here": other,
-                "best published": published(task[0], best[2]) if known else "",
+                **xuance,
+                "published, final": "; ".join(final),
+                "published, other protocols": "; ".join(cited(x) for x in known if x.kind != "final"),
             }
+
+
+def standing(results: pd.DataFrame) -> str:
+    """On how many of MuJoCo's tasks the defaults' final policies are ahead of all others, and where not."""
+    tasks = [task for task in experiments.MUJOCO if task[0].endswith("-v5")]
+    ours = {task: select(results, "continuous", task).greedy for task in tasks}
+    ours = {task: round(greedy.mean(), 1) for task, greedy in ours.items() if len(greedy)}
+    behind = []
+    for task, mean in ours.items():
+        others = final_policies(results, task, "sb3-rl-zoo-mujoco")
+        name = max(others, key=others.__getitem__)
+        if others[name] > mean:
+            behind.append(f"{task[0]} ({mean:,.1f}; {name}: {others[name]:,.1f})")
+    ahead = f"On {len(ours) - len(behind)} of {len(ours)} MuJoCo tasks"
+    text = f"**{ahead}, the mean of the final policies is the highest, at one setting for all.**"
+    return f"{text} It is behind on {', '.join(behind)}."
 
 
 def atari_table(results: pd.DataFrame) -> Iterator[Row]:
@@ -275,7 +320,7 @@ def ablation_table(results: pd.DataFrame) -> Iterator[Row]:
     """One change of ppo_continuous.py at a time: greedy returns, and scores (0: random, 1: published)."""
     tasks = experiments.ABLATION_TASKS
     random = np.array([experiments.RANDOM[env_id] for env_id, _ in tasks])
-    best = np.array([experiments.PUBLISHED[env_id][0] for env_id, _ in tasks])
+    best = np.array([experiments.SCORE_1[env_id] for env_id, _ in tasks])
     known: dict[str, np.ndarray] = {}  # scores [seeds, tasks] by experiment
     for experiment in experiments.ABLATION:
         found = [select(results, experiment.name, task).set_index("seed").greedy for task in tasks]
@@ -365,7 +410,7 @@ def before_table(results: pd.DataFrame) -> Iterator[Row]:
 def networks_table(results: pd.DataFrame) -> Iterator[Row]:
     """Training returns of the networks, and the mean over tasks of the share of the best published return."""
     tasks = experiments.NETWORK_TASKS
-    best = [experiments.PUBLISHED[env_id][0] for env_id, _ in tasks]
+    best = [experiments.SCORE_1[env_id] for env_id, _ in tasks]
     for experiment in experiments.NETWORKS:
         found = [select(results, experiment.name, task).training for task in tasks]
         if {len(returns) for returns in found} != {3}:  # not done yet
@@ -563,7 +608,7 @@ def tables() -> dict[str, str]:
     made["alarms"] = [*alarms_table()]
     made["held-out"] = [*held_out_table()]
     made["questions"] = [*rules_table(coach.QUESTIONS, "what may be wrong")]
-    return {name: markdown(rows) for name, rows in made.items()}
+    return {name: markdown(rows) for name, rows in made.items()} | {"standing": standing(results)}
 
 
 def fill(document: str, made: dict[str, str]) -> str:
