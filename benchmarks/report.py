@@ -33,7 +33,8 @@ import coach
 Row = dict[str, str]  # the cells of a table, by the column's title
 LANGUAGE_RUNS = experiments.DATA / "language.csv"
 LANGUAGE_CURVES = experiments.DATA / "language_curves.csv"
-NAMES = "README.md", "results/README.md", "results/ablation.md", "docs/scripts.md", "docs/metrics.md"
+NAMES = "README.md", "results/README.md", "results/ablation.md", "results/one_setting.md"
+NAMES += "docs/scripts.md", "docs/metrics.md"
 PAGES = [ROOT / name for name in NAMES]
 SUMMARY = ["Acrobot-v1, 500k", "MountainCar-v0, 1M", "LunarLander-v3, 1M", "HalfCheetah-v5, 1M"]
 SUMMARY += ["Hopper-v5, 1M", "Humanoid-v5, 1M", "Swimmer-v5, 1M", "BreakoutNoFrameskip-v4, 10M"]
@@ -358,6 +359,29 @@ def comparison_table(
         yield {"environment, steps": "all", without[1]: "", with_it[1]: "", "P": mean_chance(pairs)}
 
 
+def one_table(results: pd.DataFrame, tasks: list[Task], seeds: range) -> Iterator[Row]:
+    """Arms of results/one_setting.md that have these seeds: greedy returns, and P against the defaults.
+
+    Two arms have no runs of their own: averaged weights, and a long horizon where no episode can end early.
+    """
+    results = results[results.seed.isin(seeds)]
+    found = {name: [select(results, name, task) for task in tasks] for name in experiments.ONE_ARMS}
+    scores = {name: [rows.greedy for rows in tables] for name, tables in found.items()}
+    labels = {name: label for name, (label, _, _) in experiments.ONE_ARMS.items()}
+    scores["averaged"] = [rows.averaged.dropna() for rows in found["one"]]
+    labels["averaged"] = "averaged weights"
+    endless = [task[0] in ("HalfCheetah-v5", "Swimmer-v5") for task in tasks]
+    both = zip(endless, scores["one-gamma-997"], scores["one"], strict=True)
+    scores["endless"] = [long if no_end else usual for no_end, long, usual in both]
+    labels["endless"] = "γ = 0.997 where no episode can end early"
+    for name, greedy in scores.items():
+        if min(map(len, greedy)):
+            row = {"arm": labels[name]}
+            row |= {name_of(task): with_worst(x) for task, x in zip(tasks, greedy, strict=True)}
+            pairs = [(x.to_numpy(), y.to_numpy()) for x, y in zip(greedy, scores["one"], strict=True)]
+            yield row | {"P": "" if name == "one" else mean_chance(pairs)}
+
+
 def layout_table(results: pd.DataFrame) -> Iterator[Row]:
     """Returns with filler rows (before) and without (now), and P that a seed of now is better."""
     pairs: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {"training": [], "greedy": []}
@@ -585,6 +609,7 @@ def tables() -> dict[str, str]:
     tasks = [*experiments.BETA2_TASKS, experiments.SWIMMER]
     titles = ("continuous", "β2 = 0.999"), ("beta2", "β2 = 0.99")
     made["beta2"] = [*comparison_table(results, tasks, *titles)]
+    made["one-stage-1"] = [*one_table(results, experiments.ONE_TASKS, range(1001, 1004))]
     made["layout"] = [*layout_table(results)]
     made["networks"] = [*networks_table(results)]
     made["settings"] = [*settings_table()]

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pandas as pd
@@ -124,6 +125,9 @@ def run_ours(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
                 state = torch.load(best, weights_only=True)["state"]
                 results |= {"best_return": state["best_return"], "best_step": state["best_step"]}
                 results["best_replayed"] = script.evaluate(best, args)
+        if run.experiment.script == "ppo_atari.py":  # its published returns are of sampled actions
+            with mock.patch.object(script, "most_likely", script.sample):
+                results["sampled"] = script.evaluate(results["checkpoint"], args)
         folder = Path(results["checkpoint"]).parent
         log = EventAccumulator(str(folder), {"scalars": 0}).Reload()
         sessions = len(list(folder.glob("events*")))  # processes that trained
@@ -136,6 +140,7 @@ def run_ours(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
     seconds = between[between < 60].sum()  # more is a pause between two processes
     result = {"training": log.Scalars(TAGS["return"])[-1].value, "greedy": results["greedy_returns"]}
     result["averaged"] = results.get("averaged_returns", ())  # see arms.py
+    result["sampled"] = results.get("sampled", ())
     if len(best := results.get("best_replayed", ())):  # with --eval-every
         result |= {"best": best, "best_step": results["best_step"], "best_chosen": results["best_return"]}
     return result | {"seconds": seconds, "sessions": sessions}, curves
@@ -188,7 +193,7 @@ def run_one(run: Run) -> None:
         "seconds": round(float(result["seconds"]), 1),
         "sessions": result["sessions"],
     }
-    for kind in ("best", "averaged"):  # played in the same episodes as the last policy
+    for kind in ("best", "averaged", "sampled"):  # played in the same episodes as the last policy
         if len(returns := result.get(kind, ())):
             row |= {kind: round(float(np.mean(returns)), 4), f"{kind}_std": round(float(np.std(returns)), 4)}
     if "best_step" in result:

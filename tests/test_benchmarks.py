@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import importlib
 import itertools
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 import ale_py
+import arms
 import experiments
 import gymnasium as gym
 import language
@@ -18,6 +20,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import run as runner
+import torch
 import tyro
 from helpers import check
 
@@ -201,3 +204,124 @@ def test_a_run_is_done_and_judged(bug, report, tmp_path, monkeypatch):
     rows = verdicts.judge(case)
     assert {row["iterations"] for row in rows} == {10}
     assert ("WRONG" in {row["verdict"] for row in rows}) == bool(bug)
+
+
+def changed(name: str):
+    """ppo_continuous.py, and its names that a change of arms.py replaces."""
+    import ppo_continuous
+
+    return ppo_continuous, arms.CHANGES[name](ppo_continuous)
+
+
+def test_the_beta_policy_equals_pytorchs_distributions():
+    _, names = changed("beta-policy")
+    torch.manual_seed(0)
+    old, new = 1 + 5 * torch.rand(2, 7, 6, dtype=torch.float64)
+    betas = [torch.distributions.Beta(*policy.chunk(2, -1)) for policy in (old, new)]
+    x = betas[0].sample()  # in 0 to 1; actions are in -1 to 1, so densities are half of it
+    expected = (betas[0].log_prob(x) - math.log(2)).sum(-1)
+    torch.testing.assert_close(names["log_prob"](old, 2 * x - 1), expected)
+    torch.testing.assert_close(names["entropy"](old), (betas[0].entropy() + math.log(2)).sum(-1))
+    kl = torch.distributions.kl_divergence(*betas).sum(-1)
+    torch.testing.assert_close(names["kl_divergence"](old, new), kl)
+    torch.testing.assert_close(names["most_likely"](old), 2 * betas[0].mean - 1)
+    actions = names["sample"](old.expand(20_000, 7, 6))
+    torch.testing.assert_close(actions.mean(0), 2 * betas[0].mean - 1, atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("steps", [255, 256])
+def test_coloured_noise_has_variance_1_and_the_spectrum_of_its_exponent(steps):
+    torch.manual_seed(0)
+    noise = arms.coloured(steps, 500, 6, exponent=0.5)
+    assert noise.var().item() == pytest.approx(1, abs=0.01)
+    power = torch.fft.rfft(noise, dim=0).abs().square().mean((1, 2))[1:]
+    slope = np.polyfit(np.log(np.arange(1, len(power) + 1)), power.log().tolist(), 1)[0]
+    assert slope == pytest.approx(-0.5, abs=0.03)
+
+
+def test_normalised_targets_keep_values_and_scale_the_loss():
+    script, names = changed("popart")
+    agent = names["Agent"](script.Args(), gym.spaces.Box(-1, 1, (4,)), 2)
+    obs, returns = torch.randn(64, 4), 100 + 30 * torch.randn(64)
+    before = agent.value(obs)
+    with torch.no_grad():
+        agent.include(returns)
+    torch.testing.assert_close(agent.value(obs), before, atol=1e-4, rtol=1e-4)
+    policy = agent.policy(obs).detach()
+    batch = script.Batch(obs, script.sample(policy), policy, before, returns, returns, returns)
+    state = script.State(0.1, 0.2, 1, 0)
+    _, metrics = names["ppo_loss"](agent, batch, script.Args(), state)
+    expected = 0.5 * ((before - returns) / returns.std(correction=0)).square().mean()
+    torch.testing.assert_close(metrics["value_loss"], expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["", *arms.CHANGES])
+def test_each_arm_trains_as_it_says(name, tmp_path, monkeypatch):
+    """For three iterations of Pendulum. Resumed, it goes on as such."""
+    monkeypatch.chdir(tmp_path)
+    flags = "--num-steps 64 --num-minibatches 4 --update-epochs 2 --eval-episodes 1"
+    arm = experiments.Experiment("arm", "", "ppo_continuous.py", [], flags, change=name)
+    run = experiments.Run(arm, "Pendulum-v1", 1024, 1)
+    with experiments.script_of(run) as script:
+        args = tyro.cli(script.Args, args=run.arguments)
+        script.train(args)
+    with experiments.script_of(run) as script:
+        results = script.train(dataclasses.replace(args, resume="latest", total_timesteps=1536))
+    content = torch.load(results["checkpoint"], weights_only=True)
+    adam, settings = content["optimizer"], content["args"]
+    assert tuple(adam["param_groups"][0]["betas"]) == (
+        (0.99, 0.99) if name == "equal-betas" else (0.9, 0.999)
+    )
+    assert adam["state"][1]["step"] == (8 if name == "relative-time" else 24)
+    assert settings["gamma"] == pytest.approx(1 - 0.01 * 0.1 ** (2 / 3) if name == "rising-horizon" else 0.99)
+    assert ("averaged_returns" in results) == (name == "averaged")
+    assert ("target_mean" in content["agent"]) == (name == "popart")
+
+
+def made_up(rows: list[tuple], **columns) -> pd.DataFrame:
+    """Stored results: experiment, environment, seed and final return of runs of a million steps."""
+    table = pd.DataFrame(rows, columns=["experiment", "env_id", "seed", "greedy"])
+    return table.assign(steps=1_000_000, training=0.0, best=np.nan, averaged=np.nan, **columns)
+
+
+def test_bold_and_ahead_compare_final_policies_alone(report):
+    """On Hopper, XuanCe's last policies have 2,132.5, the RL Zoo's 2,410.4, and others' best 3,450."""
+    hopper, swimmer = ("Hopper-v5", 1_000_000), ("Swimmer-v5", 1_000_000)
+    ours = [("continuous", hopper[0], seed, 2000.0 + 400 * seed) for seed in (1, 2)]
+    ours += [("continuous", swimmer[0], seed, 50.0) for seed in (1, 2)]
+    results = made_up(ours)
+    (row,) = report.returns(results, ["continuous"], [hopper], "sb3-rl-zoo-mujoco")
+    assert row["final"] == "**2600.0 ± 282.8**"
+    assert "**" not in row["XuanCe, final"] + row["published, final"] + row["published, other protocols"]
+    assert "[3450.1](" in row["published, other protocols"]
+    assert "[2410.4 ± 10.0](" in row["published, final"]
+    said = report.standing(results)
+    assert "On 1 of 2" in said
+    assert "Swimmer-v5 (50.0; RL Zoo: 281.6)" in said
+    assert "Hopper" not in said
+    results = made_up([*ours, ("sb3-rl-zoo-mujoco", hopper[0], 1, 3000.0)])
+    (row,) = report.returns(results, ["continuous"], [hopper], "sb3-rl-zoo-mujoco")
+    assert row["Stable-Baselines3 here"].startswith("**3000.0**")
+    assert row["final"] == "2600.0 ± 282.8"
+    assert "Hopper-v5 (2,600.0; Stable-Baselines3 here: 3,000.0)" in report.standing(results)
+
+
+def test_arms_are_compared_on_the_seeds_of_their_stage(report):
+    """The long horizon counts where no episode can end early; averaged weights have a column."""
+    tasks = experiments.ONE_TASKS
+    rows = [
+        *(("one", env_id, seed, 10.0) for env_id, _ in tasks for seed in (1001, 1002)),
+        *(("one-gamma-997", tasks[0][0], seed, 20.0) for seed in (1001, 1002)),
+        *(("one-gamma-997", tasks[1][0], seed, 5.0) for seed in (1001, 1002)),
+        ("one", tasks[1][0], 1101, 1.0),  # of another stage
+    ]
+    results = made_up(rows)
+    results.loc[results.experiment == "one", "averaged"] = 11.0
+    table = {row["arm"]: row for row in report.one_table(results, tasks, range(1001, 1004))}
+    chances = {arm: float(row["P"].split()[0]) for arm, row in table.items() if row["P"]}
+    assert chances == {
+        "γ = 0.997": 0.5,
+        "averaged weights": 1.0,
+        "γ = 0.997 where no episode can end early": 0.75,
+    }
