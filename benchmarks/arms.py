@@ -38,25 +38,24 @@ def popart(script: ModuleType) -> Names:
     class Agent(script.Agent):
         def __init__(self, *given: Any):
             super().__init__(*given)
-            self.target_mean, self.target_square = nn.Buffer(torch.zeros(())), nn.Buffer(torch.zeros(()))
-            self.target_weight = nn.Buffer(torch.zeros(()))  # of all rollouts so far: towards 1
-            self.target_scale = nn.Buffer(torch.tensor([0.0, 1.0]))  # their mean and deviation
+            self.rollouts = nn.Buffer(torch.zeros(()))
+            self.target_mean, self.target_var = nn.Buffer(torch.zeros(())), nn.Buffer(torch.ones(()))
+
+        def target_std(self) -> Tensor:
+            """At least a tenth of the rewards' scale, so that the critic's gradient is not most of it."""
+            return self.target_var.sqrt().clamp(min=0.1)
 
         def include(self, returns: Tensor) -> None:
             """Update the moments by the returns [B] of a rollout, and keep all values."""
-            self.target_mean.lerp_(returns.mean(), 0.1)
-            self.target_square.lerp_(returns.square().mean(), 0.1)
-            self.target_weight.lerp_(torch.ones(()), 0.1)
-            new_mean, new_square = (
-                self.target_mean / self.target_weight,
-                self.target_square / self.target_weight,
-            )
-            new_std = (new_square - new_mean.square()).clamp(min=1e-8).sqrt()
-            mean, std = self.target_scale
+            mean, std = self.target_mean.clone(), self.target_std()
+            self.rollouts += 1
+            share = 0.1 / (1 - 0.9**self.rollouts)  # of the new data: 1 at first, later a tenth
+            delta = returns.mean() - mean
+            self.target_var.lerp_(returns.var(correction=0), share).add_(share * (1 - share) * delta.square())
+            self.target_mean.add_(share * delta)
             last = self.critic[-1]
-            last.weight.data *= std / new_std
-            last.bias.data.copy_((std * last.bias.data + mean - new_mean) / new_std)
-            self.target_scale.copy_(torch.stack([new_mean, new_std]))
+            last.weight.data *= std / self.target_std()
+            last.bias.data.copy_((std * last.bias.data + mean - self.target_mean) / self.target_std())
 
         def normalized_value(self, obs: Tensor) -> Tensor:
             """V(s) [...] in the scale of the targets."""
@@ -64,11 +63,10 @@ def popart(script: ModuleType) -> Names:
 
         def value(self, obs: Tensor) -> Tensor:
             """V(s) [...]."""
-            mean, std = self.target_scale
-            return mean + std * super().value(obs)
+            return self.target_mean + self.target_std() * super().value(obs)
 
     def ppo_loss(agent: Agent, batch: Any, args: Any, state: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        mean, std = agent.target_scale
+        mean, std = agent.target_mean, agent.target_std()
         batch = batch._replace(
             old_values=(batch.old_values - mean) / std, returns=(batch.returns - mean) / std
         )
@@ -117,16 +115,17 @@ def coloured_noise(script: ModuleType) -> Names:
 def coloured(*shape: int, exponent: float) -> Tensor:
     """Gaussian noise of this shape with variance 1, and a spectrum f^-exponent along the first dimension.
 
-    The lowest frequency, 0, has the amplitude of the next one.
+    The lowest frequency, 0, has the amplitude of the next one. It is the first half of a longer sequence,
+    whose end is correlated with its beginning.
     """
-    steps = shape[0]
+    steps = 2 * shape[0]
     frequencies = torch.fft.rfftfreq(steps)
     frequencies[0] = frequencies[1]
     amplitudes = frequencies ** (-exponent / 2)
     power = torch.fft.irfft(amplitudes.square(), n=steps)[0]  # the mean over positive and negative ones
-    spectrum = torch.fft.rfft(torch.randn(shape), dim=0)
+    spectrum = torch.fft.rfft(torch.randn(steps, *shape[1:]), dim=0)
     filtered = spectrum * (amplitudes / power.sqrt()).view(-1, *[1] * (len(shape) - 1))
-    return torch.fft.irfft(filtered, n=steps, dim=0)
+    return torch.fft.irfft(filtered, n=steps, dim=0)[: shape[0]]
 
 
 def equal_betas(script: ModuleType) -> Names:
@@ -157,6 +156,7 @@ def beta_policy(script: ModuleType) -> Names:
     """A Beta distribution between the bounds of each action (Chou et al. 2017), with α, β > 1.
 
     π(·|s) is [..., 2A]: α and β. At first, its deviation is that of --init-log-std -1 on the range -1 to 1.
+    It has no lower limit.
     """
 
     class Agent(script.Agent):
@@ -210,7 +210,8 @@ def beta_policy(script: ModuleType) -> Names:
 def averaged(script: ModuleType) -> Names:
     """Trains as usual, and plays the mean of the weights of the last iterations, too.
 
-    The results of `train` have its returns as "averaged_returns", in the episodes of the last policy.
+    The results of `train` have its returns as "averaged_returns", in the episodes of the last policy. If the
+    run was resumed, it is the mean since then.
     """
 
     def update(agent: nn.Module, *more: Any) -> dict[str, float]:

@@ -229,30 +229,48 @@ def test_the_beta_policy_equals_pytorchs_distributions():
     torch.testing.assert_close(actions.mean(0), 2 * betas[0].mean - 1, atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize("steps", [255, 256])
-def test_coloured_noise_has_variance_1_and_the_spectrum_of_its_exponent(steps):
+def test_coloured_noise_has_variance_1_and_the_spectrum_of_its_exponent():
+    """Its correlations are those of the spectrum. The last step of a rollout is hardly like the first."""
     torch.manual_seed(0)
-    noise = arms.coloured(steps, 500, 6, exponent=0.5)
+    noise = arms.coloured(256, 2000, 6, exponent=0.5)
     assert noise.var().item() == pytest.approx(1, abs=0.01)
-    power = torch.fft.rfft(noise, dim=0).abs().square().mean((1, 2))[1:]
-    slope = np.polyfit(np.log(np.arange(1, len(power) + 1)), power.log().tolist(), 1)[0]
-    assert slope == pytest.approx(-0.5, abs=0.03)
+    frequencies = np.abs(np.fft.fftfreq(512))
+    frequencies[0] = frequencies[1]
+    expected = np.fft.ifft(frequencies**-0.5).real
+    for lag in (1, 2, 10, 100, 255):
+        found = (noise[lag:] * noise[:-lag]).mean().item()
+        assert found == pytest.approx(expected[lag] / expected[0], abs=0.02), lag
+    assert abs(expected[255] / expected[0]) < 0.02
 
 
 def test_normalised_targets_keep_values_and_scale_the_loss():
     script, names = changed("popart")
     agent = names["Agent"](script.Args(), gym.spaces.Box(-1, 1, (4,)), 2)
+    torch.manual_seed(0)
     obs, returns = torch.randn(64, 4), 100 + 30 * torch.randn(64)
     before = agent.value(obs)
     with torch.no_grad():
         agent.include(returns)
     torch.testing.assert_close(agent.value(obs), before, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(agent.target_std(), returns.std(correction=0))
     policy = agent.policy(obs).detach()
     batch = script.Batch(obs, script.sample(policy), policy, before, returns, returns, returns)
     state = script.State(0.1, 0.2, 1, 0)
     _, metrics = names["ppo_loss"](agent, batch, script.Args(), state)
     expected = 0.5 * ((before - returns) / returns.std(correction=0)).square().mean()
     torch.testing.assert_close(metrics["value_loss"], expected)
+
+
+def test_the_moments_of_targets_stay_exact_where_the_mean_is_large():
+    script, names = changed("popart")
+    agent = names["Agent"](script.Args(), gym.spaces.Box(-1, 1, (4,)), 2)
+    for _ in range(100):
+        agent.include(100 + 0.5 * torch.randn(2048))
+    assert agent.target_mean.item() == pytest.approx(100, abs=0.02)
+    assert agent.target_std().item() == pytest.approx(0.5, abs=0.02)
+    for _ in range(200):
+        agent.include(torch.full((2048,), 100.0))
+    assert agent.target_std().item() == pytest.approx(0.1)
 
 
 @pytest.mark.slow
