@@ -255,10 +255,26 @@ VARIED = {  # experiments of the studies: label, tasks and flags
     "epochs-30-no-clip": ("K = 30, no clip", [ACROBOT], f"--update-epochs 30 {NO_CLIP}"),
 }
 UNSAFE = "no-norm-adv", "epochs-10-no-clip", "epochs-30-no-clip"
+EVERY = "--eval-every 100000"
+FILLER_ROWS = "4c280a11394b6dec137c4da3b800bd21a33ab35e"  # the last text before resets in the same step
 DISCRETE = [
-    Experiment("classic", "the defaults", "ppo.py", each(CLASSIC, 10, first=101), LONG_EVALUATION),
-    Experiment("classic-acrobot", "`--ent-coef 0`", "ppo.py", each([ACROBOT_LONG], 10, first=101), NO_BONUS),
-    Experiment("taxi", f"`{TAXI_FLAGS}`", "ppo.py", each([TAXI], 5, first=111), TAXI_FLAGS),
+    Experiment("now-classic", "the defaults", "ppo.py", each(CLASSIC, 10, 301), f"{LONG_EVALUATION} {EVERY}"),
+    Experiment(
+        "now-acrobot", "`--ent-coef 0`", "ppo.py", each([ACROBOT_LONG], 10, 301), f"{NO_BONUS} {EVERY}"
+    ),
+    Experiment("now-taxi", f"`{TAXI_FLAGS}`", "ppo.py", each([TAXI], 5, 301), f"{TAXI_FLAGS} {EVERY}"),
+    Experiment(
+        "classic", "the defaults", "ppo.py", each(CLASSIC, 10, 101), LONG_EVALUATION, commit=FILLER_ROWS
+    ),
+    Experiment(
+        "classic-acrobot",
+        "`--ent-coef 0`",
+        "ppo.py",
+        each([ACROBOT_LONG], 10, 101),
+        NO_BONUS,
+        commit=FILLER_ROWS,
+    ),
+    Experiment("taxi", f"`{TAXI_FLAGS}`", "ppo.py", each([TAXI], 5, 111), TAXI_FLAGS, commit=FILLER_ROWS),
     Experiment("sb3-rl-zoo", "Stable-Baselines3", "sb3", each(CLASSIC, 3)),
     Experiment(
         "ppo", "the defaults", "ppo.py", each(DETAILS, 8) + each([*GRID, *CART], 10)
@@ -301,7 +317,14 @@ ONCE = ["once", "once-ant", "once-swimmer"]  # advantages were computed once per
 NOT_RECOMPUTED = "5a712e4e1c3508fce94d554ee00592ef475852db"
 BEFORE = ["before", "before-ant", "before-swimmer", "before-pendulum"]  # the last table
 EARLIER = "9bf2a203a43686678f53cbd296a8d8b3044fe885"
-for names, first, commit in ((TODAY, 801, ""), (ONCE, 601, NOT_RECOMPUTED), (BEFORE, 101, EARLIER)):
+NOW = ["now-continuous", "now-ant", "now-swimmer", "now-inverted"]  # the table; the others are earlier ones
+NOW_PLAN = each(MUJOCO, 5, 1301) + each([CHEETAH_TASK], 5, 1306)
+CONTINUOUS.append(Experiment(NOW[0], "the defaults", "ppo_continuous.py", NOW_PLAN, f"--compile {EVERY}"))
+for name in NOW[1:]:
+    env_id, label, flags = OWN_FLAGS[name.removeprefix("now-")]
+    plan, flags = each([(env_id, 1_000_000)], 5, 1301), f"--compile {EVERY} {flags}"
+    CONTINUOUS.append(Experiment(name, label, "ppo_continuous.py", plan, flags))
+for names, first, commit in ((TODAY, 801, FILLER_ROWS), (ONCE, 601, NOT_RECOMPUTED), (BEFORE, 101, EARLIER)):
     plan = each(BEFORE_STANDUP, 5, first)
     plan += each([CHEETAH_TASK], 5, first + 5)  # ten seeds where they differ most
     defaults = Experiment(names[0], "the defaults", "ppo_continuous.py", plan, "--compile", commit=commit)
@@ -448,10 +471,12 @@ CLEANRL_RETURNS = {  # as CleanRL's pages have them: in training, of versions 1 
     "Hopper-v5": (2382.9, 271.7),
     "Walker2d-v5": (2288.0, 571.8),
 }
-PLAINS = []
+PLAINS, PLAINS_BEFORE = [], []
 for (script, whose), flags in PLAIN.items():
     name = f"plain-{script.removesuffix('.py')}-{whose.removeprefix('the ').lower()}"
-    PLAINS.append(Experiment(name, whose, script, each(PLAIN_TASKS[script], 2), f"--compile {flags}"))
+    plan, flags = PLAIN_TASKS[script], f"--compile {flags}"
+    PLAINS.append(Experiment(f"now-{name}", whose, script, each(plan, 2, 301), flags))
+    PLAINS_BEFORE.append(Experiment(name, whose, script, each(plan, 2), flags, commit=FILLER_ROWS))
 
 # Atari
 PONG, BREAKOUT = ("PongNoFrameskip-v4", 2_000_000), ("BreakoutNoFrameskip-v4", 10_000_000)
@@ -460,8 +485,17 @@ BREAKOUTS = each([BREAKOUT_SHORT, BREAKOUT], 1)
 ONE_CORE = "--bfloat16 --num-threads 1 --eval-episodes 100"
 PONG_FLAGS = "--learning-rate 5e-4 --num-minibatches 8"
 ATARI = [
-    Experiment("atari-pong", f"`{PONG_FLAGS}`", "ppo_atari.py", each([PONG], 3), f"{ONE_CORE} {PONG_FLAGS}"),
-    Experiment("atari-breakout", "the defaults", "ppo_atari.py", BREAKOUTS, ONE_CORE),
+    Experiment("now-pong", f"`{PONG_FLAGS}`", "ppo_atari.py", each([PONG], 3), f"{ONE_CORE} {PONG_FLAGS}"),
+    Experiment("now-breakout", "the defaults", "ppo_atari.py", BREAKOUTS, ONE_CORE),
+    Experiment(
+        "atari-pong",
+        f"`{PONG_FLAGS}`",
+        "ppo_atari.py",
+        each([PONG], 3),
+        f"{ONE_CORE} {PONG_FLAGS}",
+        commit=FILLER_ROWS,
+    ),
+    Experiment("atari-breakout", "the defaults", "ppo_atari.py", BREAKOUTS, ONE_CORE, commit=FILLER_ROWS),
     Experiment("atari-sb3", "Stable-Baselines3", "sb3", each([BREAKOUT_SB3], 1)),
 ]
 
@@ -501,7 +535,6 @@ MEMORY = [
 ]
 
 # Environments that reset in the same step, beside runs of the script before, with filler rows
-FILLER_ROWS = "4c280a11394b6dec137c4da3b800bd21a33ab35e"
 CHEETAH_SHORT, HOPPER, LUNAR = ("HalfCheetah-v5", 300_000), ("Hopper-v5", 1_000_000), CLASSIC[-1]
 LSTM_TASKS = [("PositionOnlyCartPole-v1", 100_000), ("Cue-v0", 100_000)]
 DISCRETE_TASKS = [task for task in CLASSIC if task != ("CartPole-v1", 500_000)]

@@ -46,7 +46,7 @@ def load() -> pd.DataFrame:
     curves["points"] = [np.array(text.split(), float) for text in curves.points]
     by_quantity = curves.set_index([*KEY, "quantity"]).points.unstack()
     runs = pd.read_csv(RUNS)
-    runs = runs.reindex(columns=[*runs, *{"best", "averaged"} - {*runs}])  # of some runs
+    runs = runs.reindex(columns=[*runs, *{"best", "averaged", "sampled"} - {*runs}])  # of some runs
     return runs.join(by_quantity, on=KEY)
 
 
@@ -128,17 +128,20 @@ def final_policies(results: pd.DataFrame, task: Task, peer: str) -> dict[str, fl
 def returns(results: pd.DataFrame, names: list[str], tasks: list[Task], peer: str) -> Iterator[Row]:
     """Returns on each task, with the defaults and with flags, beside Stable-Baselines3 and published ones.
 
-    Of the final policies, whatever has the highest mean, as it is printed, is bold.
+    Of experiments with the same label, the first one that has runs of the task counts. Of the final policies,
+    whatever has the highest mean, as it is printed, is bold.
     """
 
     def mark(text: str, mean: float) -> str:
         return f"**{text}**" if round(mean, 1) == highest else text
 
     for task in tasks:
+        labels = set()
         for name in names:
             found, label = select(results, name, task), EXPERIMENTS[name].label
-            if not len(found):
+            if not len(found) or label in labels:
                 continue
+            labels.add(label)
             others = final_policies(results, task, peer)
             highest = max([round(found.greedy.mean(), 1), *others.values()])
             theirs, other = select(results, peer, task).greedy, ""
@@ -155,11 +158,13 @@ def returns(results: pd.DataFrame, names: list[str], tasks: list[Task], peer: st
                 xuance["XuanCe, best"] = f"{best_mean:.1f} ± {best_std:.1f}{at}"
             known = experiments.PUBLISHED.get(task[0], [])
             final = [cited(x, x.mean == highest) for x in known if x.kind == "final"]
+            earlier = " (earlier text)" if EXPERIMENTS[name].commit else ""
             yield {
                 "environment, steps": name_of(task) + ("" if label == "the defaults" else f", {label}"),
-                "seeds": f"{len(found)}",
+                "seeds": f"{len(found)}{earlier}",
                 "last 100 training episodes": spread(found.training),
                 "final": mark(spread(found.greedy), found.greedy.mean()),
+                "sampled actions": spread(found.sampled.dropna()),
                 "best": spread(best),
                 "Stable-Baselines3 here": other,
                 **xuance,
@@ -171,8 +176,11 @@ def returns(results: pd.DataFrame, names: list[str], tasks: list[Task], peer: st
 def standing(results: pd.DataFrame) -> str:
     """On how many of MuJoCo's tasks the defaults' final policies are ahead of all others, and where not."""
     tasks = [task for task in experiments.MUJOCO if task[0].endswith("-v5")]
-    ours = {task: select(results, "continuous", task).greedy for task in tasks}
-    ours = {task: round(greedy.mean(), 1) for task, greedy in ours.items() if len(greedy)}
+    ours = {}
+    for name in (experiments.TODAY[0], experiments.NOW[0]):
+        for task in tasks:
+            if len(found := select(results, name, task)):
+                ours[task] = round(found.greedy.mean(), 1)
     behind = []
     for task, mean in ours.items():
         others = final_policies(results, task, "sb3-rl-zoo-mujoco")
@@ -187,7 +195,8 @@ def standing(results: pd.DataFrame) -> str:
 def atari_table(results: pd.DataFrame) -> Iterator[Row]:
     """Atari games; after 250k steps, training returns beside Stable-Baselines3's."""
     tasks = [experiments.PONG, experiments.BREAKOUT, experiments.BREAKOUT_SHORT]
-    rows = [*returns(results, ["atari-pong", "atari-breakout"], tasks, "")]
+    names = ["now-pong", "now-breakout", "atari-pong", "atari-breakout"]
+    rows = [*returns(results, names, tasks, "")]
     yield from rows
     curve = np.stack(select(results, "atari-breakout", tasks[-1])["return"])
     theirs = select(results, "atari-sb3", experiments.BREAKOUT_SB3).training
@@ -300,12 +309,16 @@ def settings_table() -> Iterator[Row]:
 def plain_table(results: pd.DataFrame) -> Iterator[Row]:
     """Returns with the settings of others, beside those that CleanRL has published."""
     by_task = {task: [] for tasks in experiments.PLAIN_TASKS.values() for task in tasks}
-    for experiment in experiments.PLAINS:
+    for experiment in experiments.PLAINS + experiments.PLAINS_BEFORE:
         for task in experiments.PLAIN_TASKS[experiment.script]:
             by_task[task].append(experiment)
     for task, entries in by_task.items():
+        done = set()
         for experiment in entries:
             found, whose = select(results, experiment.name, task), experiment.label
+            if not len(found) or whose in done:
+                continue
+            done.add(whose)
             mean, deviation = experiments.CLEANRL_RETURNS[task[0]]
             yield {
                 "environment, steps": name_of(task),
@@ -599,8 +612,10 @@ def tables() -> dict[str, str]:
     results = load()
     made = {name: [*study_table(results, study)] for name, study in experiments.STUDIES.items()}
     tasks = [*experiments.CLASSIC, experiments.TAXI]
-    made["classic"] = [*returns(results, ["classic", "classic-acrobot", "taxi"], tasks, "sb3-rl-zoo")]
-    made["mujoco"] = [*returns(results, experiments.TODAY, experiments.MUJOCO, "sb3-rl-zoo-mujoco")]
+    names = ["now-classic", "now-acrobot", "now-taxi", "classic", "classic-acrobot", "taxi"]
+    made["classic"] = [*returns(results, names, tasks, "sb3-rl-zoo")]
+    names = experiments.NOW + experiments.TODAY
+    made["mujoco"] = [*returns(results, names, experiments.MUJOCO, "sb3-rl-zoo-mujoco")]
     made["before"] = [*before_table(results)]
     made["ablation"] = [*ablation_table(results)]
     tasks = [*experiments.RECOMPUTE_TASKS, experiments.SWIMMER]

@@ -300,7 +300,9 @@ def test_each_arm_trains_as_it_says(name, tmp_path, monkeypatch):
 def made_up(rows: list[tuple], **columns) -> pd.DataFrame:
     """Stored results: experiment, environment, seed and final return of runs of a million steps."""
     table = pd.DataFrame(rows, columns=["experiment", "env_id", "seed", "greedy"])
-    return table.assign(steps=1_000_000, training=0.0, best=np.nan, averaged=np.nan, **columns)
+    return table.assign(
+        steps=1_000_000, training=0.0, best=np.nan, averaged=np.nan, sampled=np.nan, **columns
+    )
 
 
 def test_bold_and_ahead_compare_final_policies_alone(report):
@@ -323,6 +325,10 @@ def test_bold_and_ahead_compare_final_policies_alone(report):
     assert row["Stable-Baselines3 here"].startswith("**3000.0**")
     assert row["final"] == "2600.0 ± 282.8"
     assert "Hopper-v5 (2,600.0; Stable-Baselines3 here: 3,000.0)" in report.standing(results)
+    assert row["seeds"] == "2 (earlier text)"
+    results = made_up([*ours, ("now-continuous", hopper[0], 1301, 3700.0)])
+    (row,) = report.returns(results, ["now-continuous", "continuous"], [hopper], "sb3-rl-zoo-mujoco")
+    assert (row["seeds"], row["final"]) == ("1", "**3700.0**")
 
 
 def test_arms_are_compared_on_the_seeds_of_their_stage(report):
