@@ -582,6 +582,7 @@ ALL = (
     + ONE
     + NETWORKS
     + PLAINS
+    + PLAINS_BEFORE
     + ATARI
     + GPU
     + MEMORY
