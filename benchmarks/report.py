@@ -187,8 +187,10 @@ def standing(results: pd.DataFrame) -> str:
         name = max(others, key=others.__getitem__)
         if others[name] > mean:
             behind.append(f"{task[0]} ({mean:,.1f}; {name}: {others[name]:,.1f})")
-    text = f"**On {len(ours) - len(behind)} of {len(ours)} MuJoCo tasks, `ppo_continuous.py`, with one setting for"
-    text += " all, has the highest mean return of a final policy that we know of.**"
+    text = (
+        f"**On {len(ours) - len(behind)} of {len(ours)} MuJoCo tasks, `ppo_continuous.py`, with one setting"
+    )
+    text += " for all, has the highest mean return of a final policy that we know of.**"
     return f"{text} It is behind on {', '.join(behind)}."
 
 
