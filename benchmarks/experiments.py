@@ -428,9 +428,11 @@ ONE_ARMS = {  # label in the table, flags, and the change of the script
     "one-beta-policy": ("Beta policy", "", "beta-policy"),
 }
 ONE_THIRD = ["one"]  # those with a third seed in stage 1, by the rule
+ONE_SWIMMER = ["one-gamma-997-popart", "one-rising-horizon"]  # with a long horizon: on Swimmer, too
 ONE = []
 for name, (label, flags, change) in ONE_ARMS.items():
     plan = each(ONE_TASKS, 3 if name in ONE_THIRD else 2, first=1001)
+    plan += each([SWIMMER], 3, first=1001) if name in ONE_SWIMMER else []
     flags = f"--compile --eval-episodes 20 {flags}".strip()
     ONE.append(Experiment(name, label, "ppo_continuous.py", plan, flags, change=change))
 
