@@ -108,13 +108,15 @@ def script_of(run: Run) -> Iterator[ModuleType]:
 
 
 # Settings of Stable-Baselines3's PPO by environment: those that its RL Zoo has tuned (hyperparams/ppo.yml),
-# for MuJoCo in version 4. Ant has its defaults, normalised, as have Hopper and Walker2d, where the tuned ones
-# reach only some 700. Breakout has those of ppo_atari.py.
+# for MuJoCo in version 2 or 4. Ant, Pusher and HumanoidStandup have its defaults, normalised, as have Hopper and
+# Walker2d, where the tuned ones reach only some 700. Breakout has those of ppo_atari.py.
 SB3: dict[str, dict[str, Any]] = json.loads((HERE / "sb3.json").read_text())
 SB3_NOTES = {  # where the settings are not those that the RL Zoo tuned for this number of steps
     "Ant-v5": "its defaults",
     "Hopper-v5": "its defaults",
     "Walker2d-v5": "its defaults",
+    "HumanoidStandup-v5": "its defaults",
+    "Pusher-v5": "its defaults",
     "Humanoid-v5": "settings for 10M",
 }
 
