@@ -108,8 +108,8 @@ def script_of(run: Run) -> Iterator[ModuleType]:
 
 
 # Settings of Stable-Baselines3's PPO by environment: those that its RL Zoo has tuned (hyperparams/ppo.yml),
-# for MuJoCo in version 2 or 4. Ant, Pusher and HumanoidStandup have its defaults, normalised, as have Hopper and
-# Walker2d, where the tuned ones reach only some 700. Breakout has those of ppo_atari.py.
+# for MuJoCo in version 2 or 4. Ant, Pusher and HumanoidStandup have its defaults, normalised, as have Hopper
+# and Walker2d, where the tuned ones reach only some 700. Breakout has those of ppo_atari.py.
 SB3: dict[str, dict[str, Any]] = json.loads((HERE / "sb3.json").read_text())
 SB3_NOTES = {  # where the settings are not those that the RL Zoo tuned for this number of steps
     "Ant-v5": "its defaults",
@@ -431,12 +431,16 @@ ONE_ARMS = {  # label in the table, flags, and the change of the script
 }
 ONE_THIRD = ["one"]  # those with a third seed in stage 1, by the rule
 ONE_SWIMMER = ["one-gamma-997-popart", "one-rising-horizon"]  # with a long horizon: on Swimmer, too
+ONE_FIVE = [*ONE_TASKS, ("Walker2d-v5", 1_000_000), SWIMMER, ("Ant-v5", 1_000_000)]
+ONE_STAGE_2: dict[str, int] = {}  # arms that went on, and their seeds from 1101
 ONE = []
-for name, (label, flags, change) in ONE_ARMS.items():
-    plan = each(ONE_TASKS, 3 if name in ONE_THIRD else 2, first=1001)
-    plan += each([SWIMMER], 3, first=1001) if name in ONE_SWIMMER else []
-    flags = f"--compile --eval-episodes 20 {flags}".strip()
-    ONE.append(Experiment(name, label, "ppo_continuous.py", plan, flags, change=change))
+for name, (label, own, change) in ONE_ARMS.items():
+    plan, flags = each(ONE_TASKS, 3 if name in ONE_THIRD else 2, 1001), "--compile --eval-episodes 20"
+    plan += each([SWIMMER], 3, 1001) if name in ONE_SWIMMER else []
+    plan += each(ONE_FIVE[:-1], ONE_STAGE_2.get(name, 0), 1101)
+    ONE.append(Experiment(name, label, "ppo_continuous.py", plan, f"{flags} {own}".strip(), change=change))
+    plan, flags = each(ONE_FIVE[-1:], ONE_STAGE_2.get(name, 0), 1101), f"{flags} {NO_FORCES} {own}".strip()
+    ONE.append(Experiment(f"{name}-ant", label, "ppo_continuous.py", plan, flags, change=change))
 
 # Networks, with the same script: layers of tanh, and a wider critic; training returns after 300,000 steps
 NETWORK_TASKS = [(f"{name}-v5", 300_000) for name in ("HalfCheetah", "Hopper", "Walker2d")]

@@ -380,7 +380,10 @@ def one_table(results: pd.DataFrame, tasks: list[Task], seeds: range) -> Iterato
     Two arms have no runs of their own: averaged weights, and a long horizon where no episode can end early.
     """
     results = results[results.seed.isin(seeds)]
-    found = {name: [select(results, name, task) for task in tasks] for name in experiments.ONE_ARMS}
+    found = {
+        name: [select(results, f"{name}-ant" if "Ant" in task[0] else name, task) for task in tasks]
+        for name in experiments.ONE_ARMS
+    }
     scores = {name: [rows.greedy for rows in tables] for name, tables in found.items()}
     labels = {name: label for name, (label, _, _) in experiments.ONE_ARMS.items()}
     scores["averaged"] = [rows.averaged.dropna() for rows in found["one"]]
@@ -627,6 +630,7 @@ def tables() -> dict[str, str]:
     titles = ("continuous", "β2 = 0.999"), ("beta2", "β2 = 0.99")
     made["beta2"] = [*comparison_table(results, tasks, *titles)]
     made["one-stage-1"] = [*one_table(results, experiments.ONE_TASKS, range(1001, 1004))]
+    made["one-stage-2"] = [*one_table(results, experiments.ONE_FIVE, range(1101, 1106))]
     made["layout"] = [*layout_table(results)]
     made["networks"] = [*networks_table(results)]
     made["settings"] = [*settings_table()]
