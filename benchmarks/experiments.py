@@ -429,7 +429,7 @@ ONE_ARMS = {  # label in the table, flags, and the change of the script
     "one-relative-time": ("Adam's time anew in each iteration", "", "relative-time"),
     "one-beta-policy": ("Beta policy", "", "beta-policy"),
 }
-ONE_THIRD = ["one"]  # those with a third seed in stage 1, by the rule
+ONE_THIRD = ["one", "one-equal-betas"]  # those with a third seed in stage 1, by the rule
 ONE_SWIMMER = ["one-gamma-997-popart", "one-rising-horizon"]  # with a long horizon: on Swimmer, too
 ONE_FIVE = [*ONE_TASKS, ("Walker2d-v5", 1_000_000), SWIMMER, ("Ant-v5", 1_000_000)]
 ONE_STAGE_2: dict[str, int] = {}  # arms that went on, and their seeds from 1101
