@@ -432,7 +432,7 @@ ONE_ARMS = {  # label in the table, flags, and the change of the script
 ONE_THIRD = ["one", "one-equal-betas"]  # those with a third seed in stage 1, by the rule
 ONE_SWIMMER = ["one-gamma-997-popart", "one-rising-horizon"]  # with a long horizon: on Swimmer, too
 ONE_FIVE = [*ONE_TASKS, ("Walker2d-v5", 1_000_000), SWIMMER, ("Ant-v5", 1_000_000)]
-ONE_STAGE_2: dict[str, int] = {}  # arms that went on, and their seeds from 1101
+ONE_STAGE_2 = {"one": 3, "one-gamma-997-popart": 3}  # arms that went on, and their seeds from 1101
 ONE = []
 for name, (label, own, change) in ONE_ARMS.items():
     plan, flags = each(ONE_TASKS, 3 if name in ONE_THIRD else 2, 1001), "--compile --eval-episodes 20"
