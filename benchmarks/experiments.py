@@ -132,7 +132,8 @@ class Published:
     about: str = ""  # version of the environment, steps where they are not the task's, seeds
 
 
-# The highest that we know of each kind, and of longer training. "v3" is the version of the environment.
+# The highest that we know of final policies, of others at these steps, and what is higher with longer training.
+# "v3" is the version of the environment.
 PUBLISHED: dict[str, list[Published]] = {
     "CartPole-v1": [Published(500.0, 0.0, "RL Zoo", "final", "at 100k, one seed")],
     "Acrobot-v1": [Published(-73.5, 18.2, "RL Zoo", "final", "at 1M, one seed")],
@@ -429,7 +430,7 @@ ONE_ARMS = {  # label in the table, flags, and the change of the script
     "one-relative-time": ("Adam's time anew in each iteration", "", "relative-time"),
     "one-beta-policy": ("Beta policy", "", "beta-policy"),
 }
-ONE_THIRD = ["one", "one-equal-betas"]  # those with a third seed in stage 1, by the rule
+ONE_THIRD = ["one", "one-equal-betas", "one-1x2048"]  # those with a third seed in stage 1, by the rule
 ONE_SWIMMER = ["one-gamma-997-popart", "one-rising-horizon"]  # with a long horizon: on Swimmer, too
 ONE_FIVE = [*ONE_TASKS, ("Walker2d-v5", 1_000_000), SWIMMER, ("Ant-v5", 1_000_000)]
 ONE_STAGE_2 = {"one": 3, "one-gamma-997-popart": 3}  # arms that went on, and their seeds from 1101

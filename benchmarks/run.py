@@ -125,7 +125,7 @@ def run_ours(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
                 state = torch.load(best, weights_only=True)["state"]
                 results |= {"best_return": state["best_return"], "best_step": state["best_step"]}
                 results["best_replayed"] = script.evaluate(best, args)
-        if run.experiment.script == "ppo_atari.py":  # its published returns are of sampled actions
+        if run.experiment.name.startswith("now-"):  # some published returns are of sampled actions
             with mock.patch.object(script, "most_likely", script.sample):
                 results["sampled"] = script.evaluate(results["checkpoint"], args)
         folder = Path(results["checkpoint"]).parent
