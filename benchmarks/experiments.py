@@ -132,8 +132,8 @@ class Published:
     about: str = ""  # version of the environment, steps where they are not the task's, seeds
 
 
-# The highest that we know of final policies, of others at these steps, and what is higher with longer training.
-# "v3" is the version of the environment.
+# The highest that we know of final policies, of others at these steps, and what is higher with longer
+# training. "v3" is the version of the environment.
 PUBLISHED: dict[str, list[Published]] = {
     "CartPole-v1": [Published(500.0, 0.0, "RL Zoo", "final", "at 100k, one seed")],
     "Acrobot-v1": [Published(-73.5, 18.2, "RL Zoo", "final", "at 1M, one seed")],

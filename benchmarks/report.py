@@ -193,15 +193,12 @@ def standing(results: pd.DataFrame) -> str:
         sampled = found.sampled.fillna(found.training).mean()
         if others["XuanCe"] > round(sampled, 1):
             below.append(f"{task[0].removesuffix('-v5')} ({sampled:,.1f}; {others['XuanCe']:,.1f})")
-    text = (
-        f"**On {len(ours) - len(behind)} of {len(ours)} MuJoCo tasks, `ppo_continuous.py`, with one setting"
-    )
-    text += " for all, has the highest mean return of a final policy that we know of.** It is behind on "
-    text += (
-        f"{', '.join(behind)}. But XuanCe's evaluations sample actions, and those here take the most likely"
-    )
+    ahead = f"{len(ours) - len(behind)} of {len(ours)}"
     return (
-        f"{text} ones; where ours are sampled, too, in training, it is behind XuanCe on {', '.join(below)}."
+        f"**On {ahead} MuJoCo tasks, `ppo_continuous.py`, with one setting for all, has the highest mean return "
+        f"of a final policy that we know of.** It is behind on {', '.join(behind) or 'none'}. But XuanCe's "
+        "evaluations sample actions, and those here take the most likely ones. Where ours are sampled, too, "
+        f"in training, it is behind XuanCe on {', '.join(below) or 'none'}."
     )
 
 

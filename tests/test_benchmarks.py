@@ -301,7 +301,7 @@ def made_up(rows: list[tuple], **columns) -> pd.DataFrame:
     """Stored results: experiment, environment, seed and final return of runs of a million steps."""
     table = pd.DataFrame(rows, columns=["experiment", "env_id", "seed", "greedy"])
     return table.assign(
-        steps=1_000_000, training=0.0, best=np.nan, averaged=np.nan, sampled=np.nan, **columns
+        steps=1_000_000, training=table.greedy, best=np.nan, averaged=np.nan, sampled=np.nan, **columns
     )
 
 
@@ -319,7 +319,10 @@ def test_bold_and_ahead_compare_final_policies_alone(report):
     said = report.standing(results)
     assert "On 1 of 2" in said
     assert "Swimmer-v5 (50.0; RL Zoo: 281.6)" in said
+    assert "behind XuanCe on Swimmer (50.0; 83.8)." in said
     assert "Hopper" not in said
+    said = report.standing(results.assign(sampled=[2000, 2000, 90, 90]))
+    assert "behind XuanCe on Hopper (2,000.0; 2,132.5)." in said
     results = made_up([*ours, ("sb3-rl-zoo-mujoco", hopper[0], 1, 3000.0)])
     (row,) = report.returns(results, ["continuous"], [hopper], "sb3-rl-zoo-mujoco")
     assert row["Stable-Baselines3 here"].startswith("**3000.0**")
