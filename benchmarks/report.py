@@ -195,8 +195,8 @@ def standing(results: pd.DataFrame) -> str:
             below.append(f"{task[0].removesuffix('-v5')} ({sampled:,.1f}; {others['XuanCe']:,.1f})")
     ahead = f"{len(ours) - len(behind)} of {len(ours)}"
     return (
-        f"**On {ahead} MuJoCo tasks, `ppo_continuous.py`, with one setting for all, has the highest mean return "
-        f"of a final policy that we know of.** It is behind on {', '.join(behind) or 'none'}. But XuanCe's "
+        f"**On {ahead} MuJoCo tasks, `ppo_continuous.py`, with one setting for all, has the highest mean "
+        f"return of a final policy that we know of.** It is behind on {', '.join(behind) or 'none'}. But XuanCe's "
         "evaluations sample actions, and those here take the most likely ones. Where ours are sampled, too, "
         f"in training, it is behind XuanCe on {', '.join(below) or 'none'}."
     )
