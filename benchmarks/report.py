@@ -196,9 +196,9 @@ def standing(results: pd.DataFrame) -> str:
     ahead = f"{len(ours) - len(behind)} of {len(ours)}"
     return (
         f"**On {ahead} MuJoCo tasks, `ppo_continuous.py`, with one setting for all, has the highest mean "
-        f"return of a final policy that we know of.** It is behind on {', '.join(behind) or 'none'}. But XuanCe's "
-        "evaluations sample actions, and those here take the most likely ones. Where ours are sampled, too, "
-        f"in training, it is behind XuanCe on {', '.join(below) or 'none'}."
+        f"return of a final policy that we know of.** It is behind on {', '.join(behind) or 'none'}. But "
+        "XuanCe's evaluations sample actions, and those here take the most likely ones. Where ours are "
+        f"sampled, too, in training, it is behind XuanCe on {', '.join(below) or 'none'}."
     )
 
 
