@@ -197,8 +197,9 @@ def standing(results: pd.DataFrame) -> str:
     return (
         f"**On {ahead} MuJoCo tasks, `ppo_continuous.py`, with one setting for all, has the highest mean "
         f"return of a final policy that we know of.** It is behind on {', '.join(behind) or 'none'}. But "
-        "XuanCe's evaluations sample actions, and those here take the most likely ones. Where ours are "
-        f"sampled, too, in training, it is behind XuanCe on {', '.join(below) or 'none'}."
+        "XuanCe's evaluations sample actions, and those here take the most likely ones. With sampled actions "
+        "(of the last policy, or where it was not played so, in training), it is behind XuanCe on "
+        f"{', '.join(below) or 'none'}."
     )
 
 
@@ -394,14 +395,15 @@ def one_table(results: pd.DataFrame, tasks: list[Task], seeds: range) -> Iterato
     }
     scores = {name: [rows.greedy for rows in tables] for name, tables in found.items()}
     labels = {name: label for name, (label, _, _) in experiments.ONE_ARMS.items()}
-    scores["averaged"] = [rows.averaged.dropna() for rows in found["one"]]
+    whole = [rows[rows.sessions == 1] for rows in found["one"]]  # resumed, it is another average
+    scores["averaged"] = [rows.averaged.dropna() for rows in whole]
     labels["averaged"] = "averaged weights"
     endless = [task[0] in ("HalfCheetah-v5", "Swimmer-v5") for task in tasks]
     both = zip(endless, scores["one-gamma-997"], scores["one"], strict=True)
     scores["endless"] = [long if no_end else usual for no_end, long, usual in both]
     labels["endless"] = "γ = 0.997 where no episode can end early"
     for name, greedy in scores.items():
-        if min(map(len, greedy)):
+        if min(map(len, greedy)) > 1:  # P needs two seeds
             row = {"arm": labels[name]}
             row |= {name_of(task): with_worst(x) for task, x in zip(tasks, greedy, strict=True)}
             pairs = [(x.to_numpy(), y.to_numpy()) for x, y in zip(greedy, scores["one"], strict=True)]

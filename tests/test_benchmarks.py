@@ -301,7 +301,13 @@ def made_up(rows: list[tuple], **columns) -> pd.DataFrame:
     """Stored results: experiment, environment, seed and final return of runs of a million steps."""
     table = pd.DataFrame(rows, columns=["experiment", "env_id", "seed", "greedy"])
     return table.assign(
-        steps=1_000_000, training=table.greedy, best=np.nan, averaged=np.nan, sampled=np.nan, **columns
+        steps=1_000_000,
+        sessions=1,
+        training=table.greedy,
+        best=np.nan,
+        averaged=np.nan,
+        sampled=np.nan,
+        **columns,
     )
 
 
@@ -342,6 +348,7 @@ def test_arms_are_compared_on_the_seeds_of_their_stage(report):
         *(("one-gamma-997", tasks[0][0], seed, 20.0) for seed in (1001, 1002)),
         *(("one-gamma-997", tasks[1][0], seed, 5.0) for seed in (1001, 1002)),
         ("one", tasks[1][0], 1101, 1.0),  # of another stage
+        *(("one-gamma-995", env_id, 1001, 5.0) for env_id, _ in tasks),  # a single seed
     ]
     results = made_up(rows)
     results.loc[results.experiment == "one", "averaged"] = 11.0
@@ -351,4 +358,8 @@ def test_arms_are_compared_on_the_seeds_of_their_stage(report):
         "γ = 0.997": 0.5,
         "averaged weights": 1.0,
         "γ = 0.997 where no episode can end early": 0.75,
+    }
+    results["sessions"] = 2  # resumed: the average is another one
+    assert "averaged weights" not in {
+        row["arm"] for row in report.one_table(results, tasks, range(1001, 1004))
     }
