@@ -283,7 +283,11 @@ def test_each_arm_trains_as_it_says(name, tmp_path, monkeypatch):
     run = experiments.Run(arm, "Pendulum-v1", 1024, 1)
     with experiments.script_of(run) as script:
         args = tyro.cli(script.Args, args=run.arguments)
-        script.train(args)
+        last = Path(script.train(args)["checkpoint"])
+    if name == "averaged":  # another policy, with the same normalisers
+        played, weights = (torch.load(file)["agent"] for file in (last.with_name("averaged.pt"), last))
+        assert not torch.equal(played["actor.0.weight"], weights["actor.0.weight"])
+        assert torch.equal(played["obs_moments.mean"], weights["obs_moments.mean"])
     with experiments.script_of(run) as script:
         results = script.train(dataclasses.replace(args, resume="latest", total_timesteps=1536))
     content = torch.load(results["checkpoint"], weights_only=True)
