@@ -260,6 +260,8 @@ VARIED = {  # experiments of the studies: label, tasks and flags
 UNSAFE = "no-norm-adv", "epochs-10-no-clip", "epochs-30-no-clip"
 EVERY = "--eval-every 100000"
 FILLER_ROWS = "4c280a11394b6dec137c4da3b800bd21a33ab35e"  # the last text before resets in the same step
+NOW_CLASSIC = ["now-classic", "now-acrobot", "now-taxi"]  # the table; the others are earlier ones
+LAST_CLASSIC = ["classic", "classic-acrobot", "taxi"]
 DISCRETE = [
     Experiment("now-classic", "the defaults", "ppo.py", each(CLASSIC, 10, 301), f"{LONG_EVALUATION} {EVERY}"),
     Experiment(
@@ -315,7 +317,7 @@ OWN_FLAGS = {  # of some tasks, besides the defaults: task, label and flags
 }
 CHEETAH_TASK, SWIMMER = ("HalfCheetah-v5", 1_000_000), ("Swimmer-v5", 1_000_000)
 CONTINUOUS = [Experiment("sb3-rl-zoo-mujoco", "Stable-Baselines3", "sb3", each(TUNED, 3))]
-TODAY = ["continuous", "continuous-ant", "continuous-swimmer", "continuous-inverted"]
+LAST = ["continuous", "continuous-ant", "continuous-swimmer", "continuous-inverted"]
 ONCE = ["once", "once-ant", "once-swimmer"]  # advantages were computed once per rollout; not all were run
 NOT_RECOMPUTED = "5a712e4e1c3508fce94d554ee00592ef475852db"
 BEFORE = ["before", "before-ant", "before-swimmer", "before-pendulum"]  # the last table
@@ -327,7 +329,7 @@ for name in NOW[1:]:
     env_id, label, flags = OWN_FLAGS[name.removeprefix("now-")]
     plan, flags = each([(env_id, 1_000_000)], 5, 1301), f"--compile {EVERY} {flags}"
     CONTINUOUS.append(Experiment(name, label, "ppo_continuous.py", plan, flags))
-for names, first, commit in ((TODAY, 801, FILLER_ROWS), (ONCE, 601, NOT_RECOMPUTED), (BEFORE, 101, EARLIER)):
+for names, first, commit in ((LAST, 801, FILLER_ROWS), (ONCE, 601, NOT_RECOMPUTED), (BEFORE, 101, EARLIER)):
     plan = each(BEFORE_STANDUP, 5, first)
     plan += each([CHEETAH_TASK], 5, first + 5)  # ten seeds where they differ most
     defaults = Experiment(names[0], "the defaults", "ppo_continuous.py", plan, "--compile", commit=commit)
@@ -579,6 +581,39 @@ MINUTES = [
     Experiment("minutes-sb3", "Stable-Baselines3", "sb3", each(TIMED, 3), program="minutes.py"),
     Experiment("minutes-cleanrl", "CleanRL", "cleanrl", each(TIMED, 3), program="minutes.py"),
 ]
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """A table of earlier runs, with which those of today are compared in a sentence."""
+
+    about: str
+    today: list[str]  # experiments, as `newest` of report.py takes them
+    names: list[str]  # those of then, with the same labels
+    tasks: list[Task]
+
+
+FILLERS = "With filler rows (commit 4c280a1"
+EARLIER_TABLES = {
+    "earlier-classic": [
+        Earlier(
+            f"{FILLERS}, seeds 101 to 115), the same defaults",
+            NOW_CLASSIC + LAST_CLASSIC,
+            LAST_CLASSIC,
+            [*CLASSIC, TAXI],
+        )
+    ],
+    "earlier-mujoco": [
+        Earlier(f"{FILLERS}, seeds 801 to 810), the same defaults", NOW + LAST, LAST, MUJOCO),
+        Earlier(
+            "Advantages computed once per rollout (commit 5a712e4, seeds 601 to 610)",
+            NOW + LAST,
+            ONCE,
+            MUJOCO,
+        ),
+        Earlier("The defaults before (commit 9bf2a20, seeds 101 to 110)", NOW + LAST, BEFORE, MUJOCO),
+    ],
+}
 
 # Language models, beside TRL (against_trl.py)
 TRL_LOSSES = {"constant": "dr_grpo", "token-mean": "dapo", "sequence-mean": "grpo"}  # our name, TRL's

@@ -24,7 +24,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import LogLocator, NullLocator
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from report import LANGUAGE_CURVES, VARIANTS, load, load_speeds, name_of, select
+from report import LANGUAGE_CURVES, VARIANTS, load, load_speeds, name_of, newest, select
 
 sys.path.insert(0, str(ROOT))
 from ppo import compute_gae
@@ -49,17 +49,19 @@ def draw_curve(axes: Axes, found: pd.DataFrame, quantity: str, label: str, index
 def learning_curves(
     results: pd.DataFrame, labels: dict[str, str], panels: list[tuple[Task, str]], columns: int, best: bool
 ) -> Figure:
-    """A panel for each task and quantity, a curve for each experiment, perhaps the best published policy."""
+    """A panel for each task and quantity, a curve for each experiment, perhaps the best published policy.
+
+    `labels` begins with the newest experiments, which replace earlier ones.
+    """
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(max(2.7 * columns, 6.5), 2.3 * rows + 1), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     order = list(dict.fromkeys(labels.values()))  # experiments with the same label have the same colour
     handles: dict[str, Any] = {}
     for axes, (task, quantity) in zip(grid, panels, strict=False):
-        for name, label in labels.items():
-            found = select(results, name, task)
-            if len(found):
-                draw_curve(axes, found, quantity, label, order.index(label))
+        for name in newest(results, [*labels], task).values():
+            found, label = select(results, name, task), labels[name]
+            draw_curve(axes, found, quantity, label, order.index(label))
         if best:
             final = [x.mean for x in experiments.PUBLISHED[task[0]] if x.kind == "final"]
             final += experiments.XUANCE.get(task[0], ())[:1]
@@ -86,15 +88,17 @@ def figures(results: pd.DataFrame) -> dict[str, Figure]:
         made[name] = learning_curves(results, labels, panels, len(study.tasks), False)
     peer = "Stable-Baselines3"
     panels = [(task, "return") for task in experiments.CLASSIC if task != ("CartPole-v1", 500_000)]
-    labels = {"classic": "ppo.py at its defaults", "sb3-rl-zoo": peer}
+    labels = dict.fromkeys(("now-classic", "classic"), "ppo.py at its defaults") | {"sb3-rl-zoo": peer}
     made["classic"] = learning_curves(results, labels, panels, 4, False)
-    tasks = [task for task in experiments.MUJOCO if len(select(results, "continuous", task))]
-    panels = [(task, "return") for task in tasks]
-    labels = {"continuous": "ppo_continuous.py at its defaults", "sb3-rl-zoo-mujoco": peer}
-    labels |= dict.fromkeys(experiments.TODAY[1:], "ppo_continuous.py with flags for the task")
+    names = experiments.NOW + experiments.LAST
+    panels = [(task, "return") for task in experiments.MUJOCO if newest(results, names, task)]
+    labels = dict.fromkeys(names, "ppo_continuous.py with flags for the task")
+    labels |= dict.fromkeys(("now-continuous", "continuous"), "ppo_continuous.py at its defaults")
+    labels["sb3-rl-zoo-mujoco"] = peer
     made["mujoco"] = learning_curves(results, labels, panels, 4, True)
     panels = [(experiments.PONG, "return"), (experiments.BREAKOUT, "return")]
-    labels = {"atari-breakout": "ppo_atari.py at its defaults", "atari-pong": "with flags for Pong"}
+    labels = dict.fromkeys(("now-breakout", "atari-breakout"), "ppo_atari.py at its defaults")
+    labels |= dict.fromkeys(("now-pong", "atari-pong"), "with flags for Pong")
     made["atari"] = learning_curves(results, labels, panels, 2, True)
     return made
 

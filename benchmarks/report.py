@@ -57,6 +57,20 @@ def select(results: pd.DataFrame, experiment: str, task: Task) -> pd.DataFrame:
     return results[same_task & (results.experiment == experiment)].sort_values("seed")
 
 
+def newest(results: pd.DataFrame, names: list[str], task: Task) -> dict[str, str]:
+    """Experiments whose runs of a task count, by label. `names` begins with the newest ones.
+
+    Of those with the same label, it is the first that has all of its planned runs, or else the last one.
+    """
+    chosen: dict[str, str] = {}
+    for name in reversed(names):
+        experiment, done = EXPERIMENTS[name], len(select(results, name, task))
+        planned = sum((env_id, steps) == task for env_id, steps, _ in experiment.plan)
+        if done and (done >= planned or experiment.label not in chosen):
+            chosen[experiment.label] = name
+    return {label: name for name in names for label in chosen if chosen[label] == name}
+
+
 def probability_of_improvement(ours: np.ndarray, theirs: np.ndarray) -> float:
     """That a seed of ours, [n, tasks], is better than one of theirs, [m, tasks]: faster than rliable's."""
     return np.mean(0.5 + 0.5 * np.sign(ours[:, None] - theirs))
@@ -128,20 +142,15 @@ def final_policies(results: pd.DataFrame, task: Task, peer: str) -> dict[str, fl
 def returns(results: pd.DataFrame, names: list[str], tasks: list[Task], peer: str) -> Iterator[Row]:
     """Returns on each task, with the defaults and with flags, beside Stable-Baselines3 and published ones.
 
-    Of experiments with the same label, the first one that has runs of the task counts. Of the final policies,
-    whatever has the highest mean, as it is printed, is bold.
+    Of the final policies, whatever has the highest mean, as it is printed, is bold.
     """
 
     def mark(text: str, mean: float) -> str:
         return f"**{text}**" if round(mean, 1) == highest else text
 
     for task in tasks:
-        labels = set()
-        for name in names:
-            found, label = select(results, name, task), EXPERIMENTS[name].label
-            if not len(found) or label in labels:
-                continue
-            labels.add(label)
+        for label, name in newest(results, names, task).items():
+            found = select(results, name, task)
             others = final_policies(results, task, peer)
             highest = max([round(found.greedy.mean(), 1), *others.values()])
             theirs, other = select(results, peer, task).greedy, ""
@@ -180,10 +189,10 @@ def standing(results: pd.DataFrame) -> str:
     policy, if it was played so, or else of the last 100 episodes of training.
     """
     ours: dict[Task, pd.DataFrame] = {}
-    for name in (experiments.TODAY[0], experiments.NOW[0]):
-        for task in experiments.MUJOCO:
-            if task[0].endswith("-v5") and len(found := select(results, name, task)):
-                ours[task] = found
+    for task in experiments.MUJOCO:
+        names = newest(results, [experiments.NOW[0], experiments.LAST[0]], task)
+        if task[0].endswith("-v5") and names:
+            ours[task] = select(results, names["the defaults"], task)
     behind, below = [], []
     for task, found in ours.items():
         others, mean = final_policies(results, task, "sb3-rl-zoo-mujoco"), round(found.greedy.mean(), 1)
@@ -209,7 +218,8 @@ def atari_table(results: pd.DataFrame) -> Iterator[Row]:
     names = ["now-pong", "now-breakout", "atari-pong", "atari-breakout"]
     rows = [*returns(results, names, tasks, "")]
     yield from rows
-    curve = np.stack(select(results, "atari-breakout", tasks[-1])["return"])
+    (name,) = newest(results, names, tasks[-1]).values()
+    curve = np.stack(select(results, name, tasks[-1])["return"])
     theirs = select(results, "atari-sb3", experiments.BREAKOUT_SB3).training
     yield dict.fromkeys(rows[0], "") | {
         "environment, steps": f"{tasks[-1][0]}, 250k of 500k",
@@ -429,34 +439,49 @@ def layout_table(results: pd.DataFrame) -> Iterator[Row]:
     }
 
 
-def before_table(results: pd.DataFrame) -> Iterator[Row]:
-    """Greedy returns of continuous control now, in earlier tables, and of Stable-Baselines3.
+def earlier_tables(results: pd.DataFrame, forms: list[experiments.Earlier]) -> str:
+    """A sentence for each earlier form of a table: how probable it is that a seed of today is better."""
+    lines = []
+    for form in forms:
+        pairs: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # final returns today and then, by task
+        for task in form.tasks:
+            names = newest(results, form.today, task)
+            for name in form.names:
+                label, before = EXPERIMENTS[name].label, select(results, name, task).greedy.to_numpy()
+                if len(before) and names.get(label, name) != name:
+                    title = f"{name_of(task)}, {label}".removesuffix(", the defaults")
+                    pairs[title] = select(results, names[label], task).greedy.to_numpy(), before
+        if pairs:
+            chances = {title: probability_of_improvement(*pair) for title, pair in pairs.items()}
+            low, high = min(chances, key=chances.__getitem__), max(chances, key=chances.__getitem__)
+            lines.append(
+                f"- {form.about}: P is {mean_chance([*pairs.values()])}, from {chances[low]:.2f} ({low}) to "
+                f"{chances[high]:.2f} ({high})."
+            )
+    return "\n".join(lines)
 
-    P is of the defaults of today against those before, with the same flags for the task.
+
+def seeds_table(results: pd.DataFrame) -> Iterator[Row]:
+    """Each seed of continuous control at the defaults, from the worst to the best final return.
+
+    The best policies stand in the order of their seeds' last ones.
     """
-    columns = {"the defaults of today": experiments.TODAY, "advantages computed once": experiments.ONCE}
-    columns["the defaults before"] = experiments.BEFORE
-    empty = dict.fromkeys(["environment, steps", *columns, "P", "Stable-Baselines3"], "")
-    pairs = []
+
+    def listed(scores: pd.Series) -> str:
+        digits = 0 if len(scores) and scores.abs().max() >= 1000 else 1
+        return ", ".join(f"{score:.{digits}f}" for score in scores)
+
     for task in experiments.MUJOCO:
-        peer = select(results, "sb3-rl-zoo-mujoco", task).greedy
-        found: dict[str, dict[str, pd.Series]] = {}  # by flags and column
-        for column, names in columns.items():
-            for name in names:
-                if len(greedy := select(results, name, task).greedy):
-                    found.setdefault(EXPERIMENTS[name].label, {})[column] = greedy
-        for label, entries in found.items():
-            title = f"{name_of(task)}, {label}".removesuffix(", the defaults")
-            row = empty | {"environment, steps": title}
-            row |= {column: with_worst(greedy) for column, greedy in entries.items()}
-            if len(peer):
-                row["Stable-Baselines3"] = with_worst(peer)
-            now, before = (entries.get(f"the defaults {when}") for when in ("of today", "before"))
-            if now is not None and before is not None:
-                pairs.append((now.to_numpy(), before.to_numpy()))
-                row["P"] = f"{probability_of_improvement(*pairs[-1]):.2f}"
-            yield row
-    yield empty | {"environment, steps": "all", "P": mean_chance(pairs)}
+        before, now = (
+            select(results, name, task).sort_values("greedy")
+            for name in (experiments.LAST[0], experiments.NOW[0])
+        )
+        yield {
+            "environment, steps": name_of(task),
+            "final, earlier text": listed(before.greedy),
+            "final": listed(now.greedy),
+            "best": listed(now.best.dropna()),
+        }
 
 
 def networks_table(results: pd.DataFrame) -> Iterator[Row]:
@@ -627,11 +652,11 @@ def tables() -> dict[str, str]:
     results = load()
     made = {name: [*study_table(results, study)] for name, study in experiments.STUDIES.items()}
     tasks = [*experiments.CLASSIC, experiments.TAXI]
-    names = ["now-classic", "now-acrobot", "now-taxi", "classic", "classic-acrobot", "taxi"]
+    names = experiments.NOW_CLASSIC + experiments.LAST_CLASSIC
     made["classic"] = [*returns(results, names, tasks, "sb3-rl-zoo")]
-    names = experiments.NOW + experiments.TODAY
+    names = experiments.NOW + experiments.LAST
     made["mujoco"] = [*returns(results, names, experiments.MUJOCO, "sb3-rl-zoo-mujoco")]
-    made["before"] = [*before_table(results)]
+    made["seeds"] = [*seeds_table(results)]
     made["ablation"] = [*ablation_table(results)]
     tasks = [*experiments.RECOMPUTE_TASKS, experiments.SWIMMER]
     titles = ("once", "computed once"), ("recompute", "before each epoch")
@@ -664,7 +689,9 @@ def tables() -> dict[str, str]:
     made["alarms"] = [*alarms_table()]
     made["held-out"] = [*held_out_table()]
     made["questions"] = [*rules_table(coach.QUESTIONS, "what may be wrong")]
-    return {name: markdown(rows) for name, rows in made.items()} | {"standing": standing(results)}
+    texts = {name: earlier_tables(results, forms) for name, forms in experiments.EARLIER_TABLES.items()}
+    texts["standing"] = standing(results)
+    return {name: markdown(rows) for name, rows in made.items()} | texts
 
 
 def fill(document: str, made: dict[str, str]) -> str:

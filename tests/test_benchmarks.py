@@ -339,9 +339,66 @@ def test_bold_and_ahead_compare_final_policies_alone(report):
     assert row["final"] == "2600.0 ± 282.8"
     assert "Hopper-v5 (2,600.0; Stable-Baselines3 here: 3,000.0)" in report.standing(results)
     assert row["seeds"] == "2 (earlier text)"
-    results = made_up([*ours, ("now-continuous", hopper[0], 1301, 3700.0)])
-    (row,) = report.returns(results, ["now-continuous", "continuous"], [hopper], "sb3-rl-zoo-mujoco")
-    assert (row["seeds"], row["final"]) == ("1", "**3700.0**")
+
+
+def test_rows_of_today_replace_earlier_ones_once_a_task_has_all_its_seeds(report):
+    """Earlier tables become a sentence, which compares final returns; single seeds are listed."""
+    hopper, swimmer = ("Hopper-v5", 1_000_000), ("Swimmer-v5", 1_000_000)
+    names = [experiments.NOW[0], experiments.LAST[0]]
+    before = [("continuous", hopper[0], seed, 1000.0 * seed) for seed in (1, 2, 3, 4, 5)]
+    before += [("continuous", swimmer[0], seed, 60.0) for seed in (1, 2)]
+    now = [("now-continuous", hopper[0], 1300 + seed, 3700.0) for seed in (1, 2, 3, 4, 5)]
+    for done, (seeds, final) in {4: ("5 (earlier text)", "**3000.0"), 5: ("5", "**3700.0")}.items():
+        results = made_up([*before, *now[:done]])
+        (row,) = report.returns(results, names, [hopper], "sb3-rl-zoo-mujoco")
+        assert (row["seeds"], row["final"].split(" ± ")[0]) == (seeds, final)
+        said = report.earlier_tables(results, experiments.EARLIER_TABLES["earlier-mujoco"])
+        chance = "P is 0.60 [0.20, 1.00], from 0.60 (Hopper-v5, 1M) to 0.60 (Hopper-v5, 1M)"
+        assert (chance in said) == (done == 5), said
+        assert "Swimmer" not in said
+    listed = {row["environment, steps"]: row for row in report.seeds_table(results.assign(best=3800.0))}
+    assert listed["Hopper-v5, 1M"] == {
+        "environment, steps": "Hopper-v5, 1M",
+        "final, earlier text": "1000, 2000, 3000, 4000, 5000",
+        "final": "3700, 3700, 3700, 3700, 3700",
+        "best": "3800, 3800, 3800, 3800, 3800",
+    }
+
+
+@pytest.mark.slow
+def test_a_run_stores_the_last_and_the_best_policys_returns_and_those_of_sampled_actions(
+    tmp_path, monkeypatch
+):
+    """As the script's own evaluation has them; the same if it was stopped in its evaluation."""
+    import ppo_continuous
+
+    monkeypatch.setattr(runner, "HERE", tmp_path)
+    flags = "--num-steps 128 --eval-every 2048 --eval-episodes 2"
+    experiment = experiments.Experiment("now-test", "", "ppo_continuous.py", [], flags)
+    run = experiments.Run(experiment, "Pendulum-v1", 4096, 1)
+    first, curves = runner.run_ours(run)
+    again, _ = runner.run_ours(run)
+    names = "greedy", "best", "best_step", "best_chosen", "sampled"
+    for name in names:
+        np.testing.assert_array_equal(first[name], again[name])
+    (last,) = (tmp_path / "unfinished").rglob("checkpoint.pt")
+    args = tyro.cli(ppo_continuous.Args, args=run.arguments)
+    for file, name in (("checkpoint.pt", "greedy"), ("best.pt", "best")):
+        np.testing.assert_array_equal(ppo_continuous.evaluate(last.with_name(file), args), first[name])
+    assert not np.array_equal(first["sampled"], first["greedy"])
+    assert first["best_step"] in (2048, 4096)
+    assert len(curves["return"].split()) == runner.POINTS
+
+
+def test_xuances_returns_are_those_of_the_last_and_of_each_seeds_best_evaluation(tmp_path, capsys):
+    import xuance
+
+    for seed, returns in enumerate(([1, 5, 3], [2, 9, 7])):
+        folder = tmp_path / "mujoco/Hopper-v5/ppo/results" / f"seed_{seed}"
+        folder.mkdir(parents=True)
+        pd.DataFrame({"step": [1, 2, 3], "avg_return": returns}).to_csv(folder / "learning_curve.csv")
+    xuance.main(tmp_path)
+    assert capsys.readouterr().out == "Hopper-v5 (2 seeds): 5.0 2.8 7.0 2.8\n"
 
 
 def test_arms_are_compared_on_the_seeds_of_their_stage(report):
