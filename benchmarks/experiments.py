@@ -585,10 +585,10 @@ MINUTES = [
 
 @dataclass(frozen=True)
 class Earlier:
-    """A table of earlier runs, with which those of today are compared in a sentence."""
+    """A table of earlier runs, with which those that count now are compared in a sentence."""
 
     about: str
-    today: list[str]  # experiments, as `newest` of report.py takes them
+    now: list[str]  # experiments, as `newest` of report.py takes them
     names: list[str]  # those of then, with the same labels
     tasks: list[Task]
 

@@ -417,6 +417,9 @@ def one_table(results: pd.DataFrame, tasks: list[Task], seeds: range) -> Iterato
             row = {"arm": labels[name]}
             row |= {name_of(task): with_worst(x) for task, x in zip(tasks, greedy, strict=True)}
             pairs = [(x.to_numpy(), y.to_numpy()) for x, y in zip(greedy, scores["one"], strict=True)]
+            if name == "endless":  # where it is the defaults, P is 0.5, which is certain
+                tie = np.zeros(2), np.zeros(2)
+                pairs = [pair if no_end else tie for pair, no_end in zip(pairs, endless, strict=True)]
             yield row | {"P": "" if name == "one" else mean_chance(pairs)}
 
 
@@ -440,12 +443,12 @@ def layout_table(results: pd.DataFrame) -> Iterator[Row]:
 
 
 def earlier_tables(results: pd.DataFrame, forms: list[experiments.Earlier]) -> str:
-    """A sentence for each earlier form of a table: how probable it is that a seed of today is better."""
+    """A sentence for each earlier form of a table: how probable it is that a seed of now is better."""
     lines = []
     for form in forms:
-        pairs: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # final returns today and then, by task
+        pairs: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # final returns now and then, by task
         for task in form.tasks:
-            names = newest(results, form.today, task)
+            names = newest(results, form.now, task)
             for name in form.names:
                 label, before = EXPERIMENTS[name].label, select(results, name, task).greedy.to_numpy()
                 if len(before) and names.get(label, name) != name:
@@ -454,10 +457,9 @@ def earlier_tables(results: pd.DataFrame, forms: list[experiments.Earlier]) -> s
         if pairs:
             chances = {title: probability_of_improvement(*pair) for title, pair in pairs.items()}
             low, high = min(chances, key=chances.__getitem__), max(chances, key=chances.__getitem__)
-            lines.append(
-                f"- {form.about}: P is {mean_chance([*pairs.values()])}, from {chances[low]:.2f} ({low}) to "
-                f"{chances[high]:.2f} ({high})."
-            )
+            ends = f", from {chances[low]:.2f} ({low}) to {chances[high]:.2f} ({high})"
+            ends = ends if len(pairs) > 1 else f" ({low})"
+            lines.append(f"- {form.about}: P is {mean_chance([*pairs.values()])}{ends}.")
     return "\n".join(lines)
 
 
@@ -469,7 +471,7 @@ def seeds_table(results: pd.DataFrame) -> Iterator[Row]:
 
     def listed(scores: pd.Series) -> str:
         digits = 0 if len(scores) and scores.abs().max() >= 1000 else 1
-        return ", ".join(f"{score:.{digits}f}" for score in scores)
+        return ", ".join("–" if np.isnan(score) else f"{score:.{digits}f}" for score in scores)
 
     for task in experiments.MUJOCO:
         before, now = (
@@ -480,7 +482,7 @@ def seeds_table(results: pd.DataFrame) -> Iterator[Row]:
             "environment, steps": name_of(task),
             "final, earlier text": listed(before.greedy),
             "final": listed(now.greedy),
-            "best": listed(now.best.dropna()),
+            "best": listed(now.best),
         }
 
 

@@ -342,27 +342,46 @@ def test_bold_and_ahead_compare_final_policies_alone(report):
 
 
 def test_rows_of_today_replace_earlier_ones_once_a_task_has_all_its_seeds(report):
-    """Earlier tables become a sentence, which compares final returns; single seeds are listed."""
+    """Earlier tables become a sentence, which compares final returns; single seeds are listed by theirs."""
     hopper, swimmer = ("Hopper-v5", 1_000_000), ("Swimmer-v5", 1_000_000)
-    names = [experiments.NOW[0], experiments.LAST[0]]
-    before = [("continuous", hopper[0], seed, 1000.0 * seed) for seed in (1, 2, 3, 4, 5)]
+    names = experiments.NOW + experiments.LAST
+    before = [("continuous", hopper[0], seed, 1000.0 * seed) for seed in (3, 1, 5, 4, 2)]
     before += [("continuous", swimmer[0], seed, 60.0) for seed in (1, 2)]
-    now = [("now-continuous", hopper[0], 1300 + seed, 3700.0) for seed in (1, 2, 3, 4, 5)]
-    for done, (seeds, final) in {4: ("5 (earlier text)", "**3000.0"), 5: ("5", "**3700.0")}.items():
+    before += [("continuous-swimmer", swimmer[0], seed, 300.0) for seed in (1, 2)]
+    now = [("now-swimmer", swimmer[0], seed, 310.0) for seed in range(5)]
+    now += [("now-continuous", hopper[0], seed, 3500.0 + seed) for seed in (4, 0, 3, 2, 1)]
+    flag = "P is 1.00 [1.00, 1.00] (Swimmer-v5, 1M, `--gamma 0.999`)"
+    both = "P is 0.80 [0.60, 1.00], from 0.60 (Hopper-v5, 1M) to 1.00 (Swimmer-v5, 1M, `--gamma 0.999`)"
+    for done, (seeds, final) in {9: ("5 (earlier text)", "**3000.0"), 10: ("5", "**3502.0")}.items():
         results = made_up([*before, *now[:done]])
         (row,) = report.returns(results, names, [hopper], "sb3-rl-zoo-mujoco")
         assert (row["seeds"], row["final"].split(" ± ")[0]) == (seeds, final)
         said = report.earlier_tables(results, experiments.EARLIER_TABLES["earlier-mujoco"])
-        chance = "P is 0.60 [0.20, 1.00], from 0.60 (Hopper-v5, 1M) to 0.60 (Hopper-v5, 1M)"
-        assert (chance in said) == (done == 5), said
-        assert "Swimmer" not in said
-    listed = {row["environment, steps"]: row for row in report.seeds_table(results.assign(best=3800.0))}
+        assert said.endswith(f": {both if done == 10 else flag}."), said
+    alone = made_up(now[5:6])  # without earlier rows, what there is counts
+    assert report.newest(alone, names, hopper) == {"the defaults": "now-continuous"}
+    results.loc[results.experiment == "now-continuous", "best"] = [4000.0, 3700.0, 3800.0, 3900.0, np.nan]
+    listed = {row["environment, steps"]: row for row in report.seeds_table(results)}
     assert listed["Hopper-v5, 1M"] == {
         "environment, steps": "Hopper-v5, 1M",
         "final, earlier text": "1000, 2000, 3000, 4000, 5000",
-        "final": "3700, 3700, 3700, 3700, 3700",
-        "best": "3800, 3800, 3800, 3800, 3800",
+        "final": "3500, 3501, 3502, 3503, 3504",
+        "best": "3700, –, 3900, 3800, 4000",
     }
+
+
+def test_a_figure_has_one_curve_of_a_label_that_of_todays_rows(report):
+    import figures
+
+    hopper = ("Hopper-v5", 1_000_000)
+    rows = [("continuous", hopper[0], seed, 1.0) for seed in range(3)]
+    rows += [("now-continuous", hopper[0], seed, 1.0) for seed in range(5)]
+    results = made_up(rows)
+    results["return"] = [np.full(50, float(name == "now-continuous")) for name in results.experiment]
+    labels = dict.fromkeys(("now-continuous", "continuous"), "ours")
+    figure = figures.learning_curves(results, labels, [(hopper, "return")], 1, False)
+    (line,) = figure.axes[0].lines
+    assert (line.get_ydata() == 1).all()
 
 
 @pytest.mark.slow
@@ -420,6 +439,10 @@ def test_arms_are_compared_on_the_seeds_of_their_stage(report):
         "averaged weights": 1.0,
         "γ = 0.997 where no episode can end early": 0.75,
     }
+    rows.append(("one", tasks[1][0], 1003, 11.0))  # where it is the defaults, their spread is not its own
+    spread = made_up(rows).assign(averaged=11.0)
+    table = {row["arm"]: row["P"] for row in report.one_table(spread, tasks, range(1001, 1004))}
+    assert table["γ = 0.997 where no episode can end early"] == "0.75 [0.75, 0.75]"
     results["sessions"] = 2  # resumed: the average is another one
     assert "averaged weights" not in {
         row["arm"] for row in report.one_table(results, tasks, range(1001, 1004))
