@@ -683,7 +683,9 @@ def tables() -> dict[str, str]:
     made["speed"] = [*speed_table(load_speeds())]
     made["ratios"] = [*ratios_table(load_speeds())]
     rows = made["classic"] + made["mujoco"] + made["atari"]
-    made["summary"] = [row for row in rows if row["environment, steps"] in SUMMARY]
+    left_out = "sampled actions", "best", "XuanCe, best"
+    rows = [row for row in rows if row["environment, steps"] in SUMMARY]
+    made["summary"] = [{key: row[key] for key in row if key not in left_out} for row in rows]
     made["unsafe"] = [*rules_table(coach.UNSAFE, "what is wrong")]
     rules = [rule for rule in coach.RULES if rule not in coach.UNSAFE]
     made["rules"] = [*rules_table(rules, "what is wrong")]
