@@ -358,6 +358,8 @@ def test_rows_of_today_replace_earlier_ones_once_a_task_has_all_its_seeds(report
         assert (row["seeds"], row["final"].split(" ± ")[0]) == (seeds, final)
         said = report.earlier_tables(results, experiments.EARLIER_TABLES["earlier-mujoco"])
         assert said.endswith(f": {both if done == 10 else flag}."), said
+        listed = {row["environment, steps"]: row for row in report.seeds_table(results)}
+        assert bool(listed["Hopper-v5, 1M"]["final"]) == (done == 10)
     alone = made_up(now[5:6])  # without earlier rows, what there is counts
     assert report.newest(alone, names, hopper) == {"the defaults": "now-continuous"}
     results.loc[results.experiment == "now-continuous", "best"] = [4000.0, 3700.0, 3800.0, 3900.0, np.nan]
