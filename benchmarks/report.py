@@ -474,14 +474,9 @@ def seeds_table(results: pd.DataFrame) -> Iterator[Row]:
         return ", ".join("–" if np.isnan(score) else f"{score:.{digits}f}" for score in scores)
 
     for task in experiments.MUJOCO:
-        before, now = (
-            select(results, name, task).sort_values("greedy")
-            for name in (experiments.LAST[0], experiments.NOW[0])
-        )
-        if (
-            experiments.NOW[0]
-            not in newest(results, [experiments.NOW[0], experiments.LAST[0]], task).values()
-        ):
+        names = [experiments.NOW[0], experiments.LAST[0]]
+        now, before = (select(results, name, task).sort_values("greedy") for name in names)
+        if names[0] not in newest(results, names, task).values():  # some seeds are not done
             now = now[:0]
         yield {
             "environment, steps": name_of(task),
