@@ -185,30 +185,28 @@ def returns(results: pd.DataFrame, names: list[str], tasks: list[Task], peer: st
 def standing(results: pd.DataFrame) -> str:
     """On how many of MuJoCo's tasks the defaults' final policies are ahead of all others, and where not.
 
-    XuanCe's evaluations sample actions, so it is also compared with returns of ours that do so: of the final
-    policy, if it was played so, or else of the last 100 episodes of training.
+    XuanCe's evaluations sample actions, so it is also compared with returns of the final policies that do so.
     """
-    ours: dict[Task, pd.DataFrame] = {}
+    ours = {}
     for task in experiments.MUJOCO:
-        names = newest(results, [experiments.NOW[0], experiments.LAST[0]], task)
-        if task[0].endswith("-v5") and names:
-            ours[task] = select(results, names["the defaults"], task)
+        found = select(results, experiments.NOW[0], task)
+        if task[0].endswith("-v5") and len(found):
+            ours[task] = found
     behind, below = [], []
     for task, found in ours.items():
         others, mean = final_policies(results, task, "sb3-rl-zoo-mujoco"), round(found.greedy.mean(), 1)
         name = max(others, key=others.__getitem__)
         if others[name] > mean:
             behind.append(f"{task[0]} ({mean:,.1f}; {name}: {others[name]:,.1f})")
-        sampled = found.sampled.fillna(found.training).mean()
-        if others["XuanCe"] > round(sampled, 1):
+        sampled = round(found.sampled.mean(), 1)
+        if others["XuanCe"] > sampled:
             below.append(f"{task[0].removesuffix('-v5')} ({sampled:,.1f}; {others['XuanCe']:,.1f})")
     ahead = f"{len(ours) - len(behind)} of {len(ours)}"
     return (
         f"**On {ahead} MuJoCo tasks, `ppo_continuous.py`, with one setting for all, has the highest mean "
         f"return of a final policy that we know of.** It is behind on {', '.join(behind) or 'none'}. But "
-        "XuanCe's evaluations sample actions, and those here take the most likely ones. With sampled actions "
-        "(of the last policy, or where it was not played so, in training), it is behind XuanCe on "
-        f"{', '.join(below) or 'none'}."
+        "XuanCe's evaluations sample actions, and those here take the most likely ones. With sampled "
+        f"actions, it is behind XuanCe on {', '.join(below) or 'none'}."
     )
 
 

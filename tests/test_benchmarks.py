@@ -318,10 +318,10 @@ def made_up(rows: list[tuple], **columns) -> pd.DataFrame:
 def test_bold_and_ahead_compare_final_policies_alone(report):
     """On Hopper, XuanCe's last policies have 2,132.5, the RL Zoo's 2,410.4, and others' best 3,450."""
     hopper, swimmer = ("Hopper-v5", 1_000_000), ("Swimmer-v5", 1_000_000)
-    ours = [("continuous", hopper[0], seed, 2000.0 + 400 * seed) for seed in (1, 2)]
-    ours += [("continuous", swimmer[0], seed, 50.0) for seed in (1, 2)]
-    results = made_up(ours)
-    (row,) = report.returns(results, ["continuous"], [hopper], "sb3-rl-zoo-mujoco")
+    ours = [("now-continuous", hopper[0], seed, 2000.0 + 400 * seed) for seed in (1, 2)]
+    ours += [("now-continuous", swimmer[0], seed, 50.0) for seed in (1, 2)]
+    results = made_up(ours).assign(sampled=[2200, 2200, 40, 60])
+    (row,) = report.returns(results, ["now-continuous"], [hopper], "sb3-rl-zoo-mujoco")
     assert row["final"] == "**2600.0 ± 282.8**"
     assert "**" not in row["XuanCe, final"] + row["published, final"] + row["published, other protocols"]
     assert "[3450.1](" in row["published, other protocols"]
@@ -334,11 +334,10 @@ def test_bold_and_ahead_compare_final_policies_alone(report):
     said = report.standing(results.assign(sampled=[2000, 2000, 90, 90]))
     assert "behind XuanCe on Hopper (2,000.0; 2,132.5)." in said
     results = made_up([*ours, ("sb3-rl-zoo-mujoco", hopper[0], 1, 3000.0)])
-    (row,) = report.returns(results, ["continuous"], [hopper], "sb3-rl-zoo-mujoco")
+    (row,) = report.returns(results, ["now-continuous"], [hopper], "sb3-rl-zoo-mujoco")
     assert row["Stable-Baselines3 here"].startswith("**3000.0**")
     assert row["final"] == "2600.0 ± 282.8"
     assert "Hopper-v5 (2,600.0; Stable-Baselines3 here: 3,000.0)" in report.standing(results)
-    assert row["seeds"] == "2 (earlier text)"
 
 
 def test_rows_of_today_replace_earlier_ones_once_a_task_has_all_its_seeds(report):
