@@ -327,26 +327,24 @@ def settings_table() -> Iterator[Row]:
 
 def plain_table(results: pd.DataFrame) -> Iterator[Row]:
     """Returns with the settings of others, beside those that CleanRL has published."""
-    by_task = {task: [] for tasks in experiments.PLAIN_TASKS.values() for task in tasks}
-    for experiment in experiments.PLAINS + experiments.PLAINS_BEFORE:
-        for task in experiments.PLAIN_TASKS[experiment.script]:
-            by_task[task].append(experiment)
-    for task, entries in by_task.items():
-        done = set()
-        for experiment in entries:
-            found, whose = select(results, experiment.name, task), experiment.label
-            if not len(found) or whose in done:
-                continue
-            done.add(whose)
-            mean, deviation = experiments.CLEANRL_RETURNS[task[0]]
-            yield {
-                "environment, steps": name_of(task),
-                "settings of": whose,
-                "seeds": f"{len(found)}",
-                "last 100 training episodes": spread(found.training),
-                "greedy": spread(found.greedy),
-                "CleanRL, published": f"{mean:,.1f} ± {deviation:.1f}" if whose == "CleanRL" else "",
-            }
+    plain = [
+        (task, experiment)
+        for script, tasks in experiments.PLAIN_TASKS.items()
+        for task in tasks
+        for experiment in experiments.PLAINS
+        if experiment.script == script
+    ]
+    for task, experiment in plain:
+        found, whose = select(results, experiment.name, task), experiment.label
+        mean, deviation = experiments.CLEANRL_RETURNS[task[0]]
+        yield {
+            "environment, steps": name_of(task),
+            "settings of": whose,
+            "seeds": f"{len(found)}",
+            "last 100 training episodes": spread(found.training),
+            "greedy": spread(found.greedy),
+            "CleanRL, published": f"{mean:,.1f} ± {deviation:.1f}" if whose == "CleanRL" else "",
+        }
 
 
 def ablation_table(results: pd.DataFrame) -> Iterator[Row]:
