@@ -112,6 +112,7 @@ def script_of(run: Run) -> Iterator[ModuleType]:
 # and Walker2d, where the tuned ones reach only some 700. Breakout has those of ppo_atari.py.
 SB3: dict[str, dict[str, Any]] = json.loads((HERE / "sb3.json").read_text())
 SB3_NOTES = {  # where the settings are not those that the RL Zoo tuned for this number of steps
+    "Acrobot-v1": "settings for 1M",
     "Ant-v5": "its defaults",
     "Hopper-v5": "its defaults",
     "Walker2d-v5": "its defaults",
@@ -512,6 +513,7 @@ ATARI = [
     Experiment("atari-breakout", "the defaults", "ppo_atari.py", BREAKOUTS, ONE_CORE, commit=FILLER_ROWS),
     Experiment("atari-sb3", "Stable-Baselines3", "sb3", each([BREAKOUT_SB3], 1)),
 ]
+NOW_ATARI, LAST_ATARI = ["now-pong", "now-breakout"], ["atari-pong", "atari-breakout"]
 
 # Thousands of environments
 PENDULUMS = ("Pendulum", 1_000_000)
@@ -622,6 +624,14 @@ EARLIER_TABLES = {
             [experiment.name for experiment in PLAINS],
             [experiment.name for experiment in PLAINS_BEFORE],
             [task for tasks in PLAIN_TASKS.values() for task in tasks],
+        )
+    ],
+    "earlier-atari": [
+        Earlier(
+            f"{FILLERS}, seeds 1 to 3), the same settings",
+            NOW_ATARI + LAST_ATARI,
+            LAST_ATARI,
+            [PONG, BREAKOUT_SHORT, BREAKOUT],
         )
     ],
 }

@@ -192,28 +192,35 @@ def standing(results: pd.DataFrame) -> str:
         found = select(results, experiments.NOW[0], task)
         if task[0].endswith("-v5") and len(found):
             ours[task] = found
-    behind, below = [], []
+    behind, below, equal, apart = [], [], [], []
     for task, found in ours.items():
         others, mean = final_policies(results, task, "sb3-rl-zoo-mujoco"), round(found.greedy.mean(), 1)
         name = max(others, key=others.__getitem__)
+        short = task[0].removesuffix("-v5")
         if others[name] > mean:
-            behind.append(f"{task[0]} ({mean:,.1f}; {name}: {others[name]:,.1f})")
+            behind.append(f"{short} ({mean:,.1f}; {name}: {others[name]:,.1f})")
+        elif others[name] == mean:
+            equal.append(f"{short} ({name})")
+        if found.greedy.min() > select(results, "sb3-rl-zoo-mujoco", task).greedy.max():
+            apart.append(short)
         sampled = round(found.sampled.mean(), 1)
         if others["XuanCe"] > sampled:
-            below.append(f"{task[0].removesuffix('-v5')} ({sampled:,.1f}; {others['XuanCe']:,.1f})")
-    ahead = f"{len(ours) - len(behind)} of {len(ours)}"
+            below.append(f"{short} ({sampled:,.1f}; {others['XuanCe']:,.1f})")
+    ahead = f"{len(ours) - len(behind) - len(equal)} of {len(ours)}"
     return (
         f"**On {ahead} MuJoCo tasks, `ppo_continuous.py`, with one setting for all, has the highest mean "
-        f"return of a final policy that we know of.** It is behind on {', '.join(behind) or 'none'}. But "
-        "XuanCe's evaluations sample actions, and those here take the most likely ones. With sampled "
-        f"actions, it is behind XuanCe on {', '.join(below) or 'none'}."
+        "return of a final policy that we know of.** It is equal to the highest on "
+        f"{', '.join(equal) or 'none'}, and behind on {', '.join(behind) or 'none'}. Each of its seeds is "
+        f"above all of Stable-Baselines3's on {', '.join(apart) or 'none'}. XuanCe's evaluations sample "
+        "actions, and those here take the most likely ones. With sampled actions, it is behind XuanCe on "
+        f"{', '.join(below) or 'none'}."
     )
 
 
 def atari_table(results: pd.DataFrame) -> Iterator[Row]:
     """Atari games; after 250k steps, training returns beside Stable-Baselines3's."""
     tasks = [experiments.PONG, experiments.BREAKOUT, experiments.BREAKOUT_SHORT]
-    names = ["now-pong", "now-breakout", "atari-pong", "atari-breakout"]
+    names = experiments.NOW_ATARI + experiments.LAST_ATARI
     rows = [*returns(results, names, tasks, "")]
     yield from rows
     (name,) = newest(results, names, tasks[-1]).values()
@@ -334,6 +341,7 @@ def plain_table(results: pd.DataFrame) -> Iterator[Row]:
         for experiment in experiments.PLAINS
         if experiment.script == script
     ]
+    defaults = {"ppo.py": experiments.NOW_CLASSIC[0], "ppo_continuous.py": experiments.NOW[0]}
     for task, experiment in plain:
         found, whose = select(results, experiment.name, task), experiment.label
         mean, deviation = experiments.CLEANRL_RETURNS[task[0]]
@@ -342,7 +350,8 @@ def plain_table(results: pd.DataFrame) -> Iterator[Row]:
             "settings of": whose,
             "seeds": f"{len(found)}",
             "last 100 training episodes": spread(found.training),
-            "greedy": spread(found.greedy),
+            "final": spread(found.greedy),
+            "final, our defaults": spread(select(results, defaults[experiment.script], task).greedy),
             "CleanRL, published": f"{mean:,.1f} ± {deviation:.1f}" if whose == "CleanRL" else "",
         }
 
@@ -624,6 +633,24 @@ def held_out_table() -> Iterator[Row]:
         }
 
 
+def kept(results: pd.DataFrame) -> str:
+    """How often a run's best policy beats its last one in new episodes: MuJoCo, the defaults."""
+    found = results[results.experiment == experiments.NOW[0]]
+    found = found[found.env_id.str.endswith("-v5") & found.best.notna()]
+    gain = (found.best - found.greedy) / found.greedy.abs()  # 0 where it is the last policy
+    last = found.best_step >= found.steps  # a run ends with its last whole iteration, after `steps`
+    far = [
+        f"{run.env_id.removesuffix('-v5')} {run.seed} ({run.greedy:,.0f}, then {run.best:,.0f})"
+        for run in found[gain > 0.1].sort_values(["env_id", "seed"]).itertuples()
+    ]
+    return (
+        f"**Of {len(found)} runs of the table at the defaults, the last policy is the best one in "
+        f"{last.sum()}.** In new episodes, `best.pt` is better than the last policy in {(gain > 0).sum()} "
+        f"of the others, and worse in {(gain < 0).sum()}: by more than a tenth, better in {len(far)} and "
+        f"worse in {(gain < -0.1).sum()}. Where it is better by that much: {', '.join(far)}."
+    )
+
+
 def best_table() -> Iterator[Row]:
     """Of each run with evaluations: the last policy, and the best one."""
     for row in pd.read_csv(BEST).query("eval_every > 0").sort_values(["env_id", "seed"]).itertuples():
@@ -690,7 +717,7 @@ def tables() -> dict[str, str]:
     made["held-out"] = [*held_out_table()]
     made["questions"] = [*rules_table(coach.QUESTIONS, "what may be wrong")]
     texts = {name: earlier_tables(results, forms) for name, forms in experiments.EARLIER_TABLES.items()}
-    texts["standing"] = standing(results)
+    texts |= {"standing": standing(results), "kept": kept(results)}
     return {name: markdown(rows) for name, rows in made.items()} | texts
 
 

@@ -328,7 +328,7 @@ def test_bold_and_ahead_compare_final_policies_alone(report):
     assert "[2410.4 ± 10.0](" in row["published, final"]
     said = report.standing(results)
     assert "On 1 of 2" in said
-    assert "Swimmer-v5 (50.0; RL Zoo: 281.6)" in said
+    assert "behind on Swimmer (50.0; RL Zoo: 281.6)" in said
     assert "behind XuanCe on Swimmer (50.0; 83.8)." in said
     assert "Hopper" not in said
     said = report.standing(results.assign(sampled=[2000, 2000, 90, 90]))
@@ -337,7 +337,42 @@ def test_bold_and_ahead_compare_final_policies_alone(report):
     (row,) = report.returns(results, ["now-continuous"], [hopper], "sb3-rl-zoo-mujoco")
     assert row["Stable-Baselines3 here"].startswith("**3000.0**")
     assert row["final"] == "2600.0 ± 282.8"
-    assert "Hopper-v5 (2,600.0; Stable-Baselines3 here: 3,000.0)" in report.standing(results)
+    said = report.standing(results)
+    assert "Hopper (2,600.0; Stable-Baselines3 here: 3,000.0)" in said
+    assert "above all of Stable-Baselines3's on none." in said
+
+
+def test_an_equal_return_is_not_ahead_and_overlapping_seeds_are_not_apart(report):
+    """On InvertedPendulum, XuanCe has 1,000, too. Reacher's seeds overlap; Pusher's do not."""
+    ours = {"InvertedPendulum-v5": (1000.0, 1000.0), "Reacher-v5": (-3.5, -3.9), "Pusher-v5": (-25.0, -26.0)}
+    theirs = {"InvertedPendulum-v5": (900.0, 1000.0), "Reacher-v5": (-3.8, -4.4), "Pusher-v5": (-26.5, -30.0)}
+    named = ("now-continuous", ours), ("sb3-rl-zoo-mujoco", theirs)
+    rows = [
+        (name, env_id, seed, final)
+        for name, tasks in named
+        for env_id, seeds in tasks.items()
+        for seed, final in enumerate(seeds)
+    ]
+    said = report.standing(made_up(rows))
+    assert "On 2 of 3" in said
+    assert "equal to the highest on InvertedPendulum (XuanCe), and behind on none" in said
+    assert "above all of Stable-Baselines3's on Pusher." in said
+
+
+def test_best_policies_are_counted_by_their_returns_in_new_episodes(report):
+    """Of four runs, the last policy is the best one in one; in another, it is the better one after all."""
+    rows = [
+        ("now-continuous", "Hopper-v5", seed, final)
+        for seed, final in enumerate((1000.0, 900.0, 500.0, 800.0))
+    ]
+    rows += [("now-continuous", "Pendulum-v1", 1, -150.0), ("now-swimmer", "Swimmer-v5", 1, 300.0)]
+    best, steps = [1000.0, 901.0, 650.0, 700.0, -10.0, 400.0], [1_001_472, *[500_000] * 5]
+    said = report.kept(made_up(rows).assign(best=best, best_step=steps))
+    assert "Of 4 runs" in said
+    assert "the last policy is the best one in 1." in said
+    assert "better than the last policy in 2 of the others, and worse in 1:" in said
+    assert "better in 1 and worse in 1." in said
+    assert said.endswith("Hopper 2 (500, then 650).")
 
 
 def test_rows_of_today_replace_earlier_ones_once_a_task_has_all_its_seeds(report):
