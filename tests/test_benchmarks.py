@@ -375,6 +375,25 @@ def test_best_policies_are_counted_by_their_returns_in_new_episodes(report):
     assert said.endswith("Hopper 2 (500, then 650).")
 
 
+def test_plain_ppo_stands_beside_the_defaults_of_its_own_script(report):
+    """Today's rows alone: those of the earlier text have the same settings and another name."""
+    rows = [("now-plain-ppo_continuous-cleanrl", "Hopper-v5", seed, 3000.0) for seed in (301, 302)]
+    rows += [
+        ("plain-ppo_continuous-cleanrl", "Hopper-v5", 1, 9000.0),
+        ("now-continuous", "Hopper-v5", 1301, 3100.0),
+    ]
+    rows += [("now-plain-ppo-cleanrl", "Acrobot-v1", 301, -80.0), ("now-classic", "Acrobot-v1", 101, -76.0)]
+    results = made_up(rows).assign(steps=[*[1_000_000] * 4, 500_000, 500_000])
+    table = {(row["environment, steps"], row["settings of"]): row for row in report.plain_table(results)}
+    hopper, acrobot = table["Hopper-v5, 1M", "CleanRL"], table["Acrobot-v1, 500k", "CleanRL"]
+    assert (hopper["seeds"], hopper["final"], hopper["final, our defaults"]) == (
+        "2",
+        "3000.0 ± 0.0",
+        "3100.0",
+    )
+    assert (acrobot["final"], acrobot["final, our defaults"]) == ("-80.0", "-76.0")
+
+
 def test_rows_of_today_replace_earlier_ones_once_a_task_has_all_its_seeds(report):
     """Earlier tables become a sentence, which compares final returns; single seeds are listed by theirs."""
     hopper, swimmer = ("Hopper-v5", 1_000_000), ("Swimmer-v5", 1_000_000)
