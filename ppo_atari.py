@@ -876,7 +876,7 @@ def evaluate(path: str | Path, args: Args, envs: VectorEnv | None = None) -> np.
     if args.capture_video:
         from gymnasium.utils.save_video import save_video
 
-        folder = str(path.with_name("best_videos" if path.name == "best.pt" else "videos"))
+        folder = str(path.with_name("videos" if path.name == "checkpoint.pt" else f"{path.stem}_videos"))
         save_video(frames, folder, fps=15)
         print(f"videos: {folder}")
     steps = content["state"]["global_step"]

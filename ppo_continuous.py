@@ -1105,7 +1105,7 @@ def evaluate(path: str | Path, args: Args, env: gym.Env | None = None) -> np.nda
     seed = hash_seed(args.seed, 2**40)  # episodes that training has not seen
     with isolated_random_numbers(seed):
         if args.capture_video and not STOP.is_set():
-            folder = path.with_name("best_videos" if path.name == "best.pt" else "videos")
+            folder = path.with_name("videos" if path.name == "checkpoint.pt" else f"{path.stem}_videos")
             env = gym.wrappers.RecordVideo(env, str(folder), lambda episode: True)
             print(f"videos: {folder}")
         policy = load_policy(path, env, args.device)

@@ -1300,7 +1300,7 @@ def evaluate(path: str | Path, args: Args, envs: Any = None) -> np.ndarray:
     if args.capture_video:
         from moviepy import ImageSequenceClip
 
-        video = str(path.with_name("best_video.mp4" if path.name == "best.pt" else "video.mp4"))
+        video = str(path.with_name("video.mp4" if path.name == "checkpoint.pt" else f"{path.stem}_video.mp4"))
         ImageSequenceClip(envs.render(snapshots), fps=30).write_videofile(video, logger=None)
         print(f"video: {video}")
     shown = f"{returns.mean():.5g} +/- {returns.std(correction=0):.3g} in {len(returns)} episodes"
