@@ -441,18 +441,19 @@ def update(
 
 
 def batch_metrics(batch: Batch, args: Args, state: State) -> dict[str, float]:
-    """The coefficients, how well V_old predicts the returns, and the shares of numbers clipped to ±10.
+    """Changing coefficients, how well V_old predicts the returns, and the shares of numbers clipped to ±10.
 
     If all returns are equal, there is nothing to predict, and no metric for it.
     """
     errors = batch.returns - batch.old_values  # of the critic
     variance, mean_square = batch.returns.var(correction=0), batch.returns.square().mean()
-    metrics = {
-        "charts/learning_rate": state.learning_rate,
-        "charts/clip_coef": state.clip_coef,
-        "charts/kl_coef": state.kl_coef,
-        "charts/ent_coef": state.ent_coef,
-    }
+    metrics = {"charts/learning_rate": state.learning_rate}
+    if args.adapt == "clip-coef":
+        metrics["charts/clip_coef"] = state.clip_coef
+    if args.adapt == "kl-coef":
+        metrics["charts/kl_coef"] = state.kl_coef
+    if args.anneal_ent_coef or args.target_entropy is not None:
+        metrics["charts/ent_coef"] = state.ent_coef
     if variance > 1e-12 * mean_square:  # not only rounding
         metrics["explained_variance"] = (1 - errors.var(correction=0) / variance).item()
         metrics["critic_error"] = (errors.square().mean() / mean_square).sqrt().item()

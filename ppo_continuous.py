@@ -474,7 +474,7 @@ def update(
 
 
 def batch_metrics(batch: Batch, args: Args, state: State) -> dict[str, float]:
-    """The coefficients, σ, how well V_old predicts the returns, and the shares of numbers clipped to ±10.
+    """Changing coefficients, σ, how well V_old predicts returns, and the shares of numbers clipped to ±10.
 
     If all returns are equal, there is nothing to predict, and no metric for it.
     """
@@ -482,13 +482,13 @@ def batch_metrics(batch: Batch, args: Args, state: State) -> dict[str, float]:
     variance, mean_square = batch.returns.var(correction=0), batch.returns.square().mean()
     # For a Gaussian policy, the root mean square of these estimates σ.
     deviations = batch.actions - most_likely(batch.old_policy)
-    metrics = {
-        "charts/learning_rate": state.learning_rate,
-        "charts/clip_coef": state.clip_coef,
-        "charts/kl_coef": state.kl_coef,
-        "charts/ent_coef": state.ent_coef,
-        "std": deviations.square().mean().sqrt().item(),
-    }
+    metrics = {"charts/learning_rate": state.learning_rate, "std": deviations.square().mean().sqrt().item()}
+    if args.adapt == "clip-coef":
+        metrics["charts/clip_coef"] = state.clip_coef
+    if args.adapt == "kl-coef":
+        metrics["charts/kl_coef"] = state.kl_coef
+    if args.anneal_ent_coef or args.target_entropy is not None:
+        metrics["charts/ent_coef"] = state.ent_coef
     if variance > 1e-12 * mean_square:  # not only rounding
         metrics["explained_variance"] = (1 - errors.var(correction=0) / variance).item()
         metrics["critic_error"] = (errors.square().mean() / mean_square).sqrt().item()

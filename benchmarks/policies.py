@@ -1,11 +1,11 @@
-"""Train the policies of the folder policies/, and write a card for each, and their table.
+"""Train the policies of the folder policies/, play them, and write their cards and their table.
 
-    pip install -e ".[box2d,mujoco,rlhf]" pandas filelock
-    python benchmarks/policies.py                  # those that have no card yet: 20 minutes in all
-    python benchmarks/policies.py --only Hopper    # one of them
+    pip install -e ".[benchmarks,rlhf]"
+    python benchmarks/policies.py                  # trains those that have no file: 15 minutes for all
+    python benchmarks/policies.py --only Hopper    # trains this one again
 
 Each is the stored run with the highest final return on its task, made again with the same flags and seed. Its
-file has the settings, networks and normalisers, but not the optimizer. It plays 100 episodes for its card.
+file has the settings, networks and normalisers, but no optimizer. It plays 100 episodes for its card.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ from run import RUNS, in_words, provenance, refuse_uncommitted
 sys.path.insert(0, str(ROOT))  # where the scripts are
 FOLDER = ROOT / "policies"
 UNFINISHED = HERE / "unfinished" / "policies"
+CHOICE = "Of {count} stored runs, which differ in their seeds, it is the one with the highest return."
 DESCRIPTION = """
-A policy for `{env_id}`, trained by `{script}`: one of {count} stored runs, which differ in their seeds, and the one with the highest return.
+A policy for `{env_id}`, trained by `{script}`. {choice}
 
 | | |
 | --- | --- |
-| return in 100 episodes, with the most likely actions | {mean:.5g} ± {std:.3g} |
-| {kind} of all {count} runs, ± over seeds | {all_mean:.5g} ± {all_std:.3g} |
+| return in 100 episodes, with the most likely actions | {returns} |
+| {kind} of all stored runs, ± over seeds | {all_returns} |
 | steps of the environment | {steps:,} |
 | trained by | `{train}` |
-| with the text of commit | {commit} |
-| on | {machine}; {versions} |
+| text of commit | {commit} |
+| machine | {machine} |
+| versions | {versions} |
 
 In the repository that has `{script}`, in an environment with its packages:
 
@@ -47,28 +49,31 @@ In the repository that has `{script}`, in an environment with its packages:
 {start}
 ```
 
-The first command plays it; with `--capture-video`, it records what it plays. The second begins a new run with its networks and
-normalisers.{note}
-The file has no code in it, and is loaded with `weights_only=True`.
+The first command plays it, and records it with `--capture-video`. The second begins a run with its
+networks and normalisers.{note} The file has no code in it, and is loaded with `weights_only=True`.
 """
 HEAD = """# Trained policies
 
-Made by `python benchmarks/policies.py`; each has a card, which says how it was trained. Each is the best of the stored runs on its task, so it
-is better than a run that you start: the last column has the mean of all. The other returns are of 100 episodes with the most likely actions. The commands run in
-the environment of the [README](../README.md#start), with the packages of the task.
+Each policy is the best of the stored runs on its task, so it is better than a run of your own may be: the
+last column has the mean of all seeds (of Cue-v0, with sampled actions). The other returns are of 100 episodes
+with the most likely actions. The card of each says how it was trained. `python benchmarks/policies.py` makes
+all of them.
 
-| policy | script | steps | return, ± over episodes | all seeds |
+| policy | script | steps | return, ± over episodes | all seeds, ± over seeds |
 | --- | --- | --- | --- | --- |
 """
 TAIL = """
+In the environment of the [README](../README.md#start):
+
 ```sh
 python ppo.py --evaluate policies/LunarLander-v3.pt --capture-video
 python ppo.py --init policies/LunarLander-v3.pt --env-id LunarLander-v3 --total-timesteps 1e6
 ```
 
-The first command writes videos into `policies/LunarLander-v3_videos/`; for MuJoCo without a display, write `MUJOCO_GL=egl` before it. The second begins a run with
-the policy's networks and normalisers. A policy without its optimizer cannot be resumed.
-[To the Hugging Face Hub and back](../docs/recipes_scale.md#the-hugging-face-hub).
+The first command plays ten episodes and writes videos into `policies/LunarLander-v3_videos/`. For MuJoCo
+without a display, begin it with `MUJOCO_GL=egl`. The second begins a run with the networks and normalisers of
+the policy. A file without an optimizer cannot be resumed. There is also a recipe that brings a policy [to the
+Hugging Face Hub and back](../docs/recipes.md#the-hugging-face-hub).
 """
 
 
@@ -86,8 +91,12 @@ class Policy:
         return EXPERIMENTS[self.experiment].script
 
     @property
+    def file(self) -> Path:
+        return FOLDER / f"{self.env_id}.pt"
+
+    @property
     def card(self) -> Path:
-        return FOLDER / f"{self.env_id}.md"
+        return self.file.with_suffix(".md")
 
     @property
     def words(self) -> list[str]:
@@ -96,7 +105,7 @@ class Policy:
         return [] if self.script == "ppo_gpu.py" else ["--env-id", env_id]
 
     def seeds(self) -> pd.Series:
-        """The final returns of the stored runs by seed, the highest first. Of the cue task: those in training."""
+        """The final returns of the stored runs by seed, the highest first (Cue-v0: those in training)."""
         table = pd.read_csv(RUNS).set_index(["experiment", "env_id", "steps"])
         rows = table.loc[[(self.experiment, self.env_id, self.steps)]].set_index("seed")
         returns = rows.training if rows.greedy.isna().all() else rows.greedy
@@ -124,40 +133,41 @@ POLICIES = [
 
 
 def make(policy: Policy) -> None:
-    """Train a policy, save what of its checkpoint is the policy, and play it for its card."""
+    """Train a policy, and save what of its checkpoint is the policy, and what it was made with."""
     about, (_, script, *flags) = in_words(provenance()), policy.training()
     folder = UNFINISHED / policy.env_id
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run([sys.executable, str(ROOT / script), *flags], check=True, cwd=folder)
     checkpoint = max(folder.glob("runs/*/checkpoint.pt"), key=lambda path: path.stat().st_mtime)
-    module = importlib.import_module(script.removesuffix(".py"))
-    args, content = module.load_checkpoint(checkpoint)
+    content = torch.load(checkpoint, weights_only=True)
     del content["optimizer"]
-    path = policy.card.with_suffix(".pt")
-    torch.save(content, path)
-    if "eval_episodes" in vars(args):
-        args = replace(args, eval_episodes=100)
-    else:  # ppo_gpu.py plays one in each environment
+    torch.save(content | {"made": about}, policy.file)
+
+
+def write_card(policy: Policy) -> None:
+    """Play 100 episodes, and describe the policy in the form of the Hugging Face Hub."""
+    module = importlib.import_module(policy.script.removesuffix(".py"))
+    args, content = module.load_checkpoint(policy.file)
+    if policy.script == "ppo_gpu.py":  # it plays one episode in each environment
         args = replace(args, num_envs=100, device="cpu")
-    returns, all_returns = module.evaluate(path, args), policy.seeds()
-    steps = content["state"]["global_step"]
-    named = ["--env-id", f"{policy.module}:{policy.env_id}"] if policy.module else []
-    file = f"policies/{path.name}"
+    else:
+        args = replace(args, eval_episodes=100)
+    returns, all_returns = module.evaluate(policy.file, args), policy.seeds()
+    named = policy.words if policy.module else []  # a file imports no module by itself
+    file, count = f"policies/{policy.file.name}", len(all_returns)
     text = DESCRIPTION.format(
         env_id=policy.env_id,
-        script=script,
-        count=len(all_returns),
-        mean=returns.mean(),
-        std=returns.std(),
-        kind="final return" if policy.script != "ppo_lstm.py" else "return in training",
-        all_mean=all_returns.mean(),
-        all_std=all_returns.std(),
-        steps=steps,
+        script=policy.script,
+        choice=CHOICE.format(count=count),
+        returns=in_digits(returns.mean(), returns.std()),
+        kind="return in training" if policy.script == "ppo_lstm.py" else "final return",
+        all_returns=f"{in_digits(all_returns.mean(), all_returns.std())} ({count} seeds)",
+        steps=content["state"]["global_step"],
         train=shlex.join(policy.training()),
-        watch=shlex.join(["python", script, "--evaluate", file, *named]),
-        start=shlex.join(["python", script, "--init", file, *policy.words]),
+        watch=shlex.join(["python", policy.script, "--evaluate", file, *named]),
+        start=shlex.join(["python", policy.script, "--init", file, *policy.words]),
         note=" Its module must be named, since a file imports none by itself." if named else "",
-        **about,
+        **content["made"],
     )
     result = EvalResult(
         task_type="reinforcement-learning",
@@ -177,27 +187,33 @@ def make(policy: Policy) -> None:
     ModelCard(f"---\n{data.to_yaml()}\n---\n# PPO on {policy.env_id}\n{text}").save(policy.card)
 
 
+def in_digits(mean: float, std: float) -> str:
+    """A return and its deviation: two decimals for small ones."""
+    digits = 2 if abs(mean) < 10 else 1
+    return f"{mean:,.{digits}f} ± {std:,.{digits}f}"
+
+
 def table() -> str:
-    """The rows of the policies that have a card."""
+    """A row for each policy, with the returns of its card."""
     rows = []
     for policy in POLICIES:
-        if policy.card.exists():
-            card, seeds = ModelCard.load(policy.card), policy.seeds()
-            mean, _, std = card.data.eval_results[0].metric_value.partition(" +/- ")
-            steps = torch.load(policy.card.with_suffix(".pt"), weights_only=True)["state"]["global_step"]
-            returns = f"{float(mean):.5g} ± {float(std):.3g} | {seeds.mean():.5g} ± {seeds.std():.3g}"
-            link = f"[{policy.env_id}]({policy.card.name})"
-            rows.append(f"| {link} | `{policy.script}` | {steps:,} | {returns} ({len(seeds)}) |")
+        mean, _, std = ModelCard.load(policy.card).data.eval_results[0].metric_value.partition(" +/- ")
+        seeds, steps = policy.seeds(), torch.load(policy.file, weights_only=True)["state"]["global_step"]
+        returns = f"{in_digits(float(mean), float(std))} | {in_digits(seeds.mean(), seeds.std())}"
+        link = f"[{policy.env_id}]({policy.card.name})"
+        rows.append(f"| {link} | `{policy.script}` | {steps:,} | {returns} ({len(seeds)} seeds) |")
     return "\n".join(rows)
 
 
 def main(only: str = "") -> None:
-    """Make the policies that have no card, or whose name contains `only`."""
+    """Train the policies that have no file, or whose name contains `only`; then write all cards."""
     refuse_uncommitted()
     FOLDER.mkdir(exist_ok=True)
     for policy in POLICIES:
-        if only in policy.env_id if only else not policy.card.exists():
+        if (only and only in policy.env_id) or not policy.file.exists():
             make(policy)
+    for policy in POLICIES:
+        write_card(policy)
     (FOLDER / "README.md").write_text(f"{HEAD}{table()}\n{TAIL}", encoding="utf-8")
 
 
