@@ -50,14 +50,16 @@ In the repository that has `{script}`, in an environment with its packages:
 ```
 
 The first command plays it, and records it with `--capture-video`. The second begins a run with its
-networks and normalisers.{note} The file has no code in it, and is loaded with `weights_only=True`.
+networks and normalisers.{note}
+The file has no code in it, and is loaded with `weights_only=True`.
 """
 HEAD = """# Trained policies
 
-Each policy is the best of the stored runs on its task, so it is better than a run of your own may be: the
-last column has the mean of all seeds (of Cue-v0, with sampled actions). The other returns are of 100 episodes
-with the most likely actions. The card of each says how it was trained. `python benchmarks/policies.py` makes
-all of them.
+Each is the best of several stored runs with other seeds. The last column has the mean of all, which is what to
+expect of a run of your own. The returns before it are of 100 new episodes with the most likely actions; the
+stored ones are of 10 (`ppo.py`: 100; `ppo_gpu.py`: 1,024; Cue-v0: sampled actions), so that a policy can be
+lower than the mean, as Pendulum-v1's is. A policy's card, which its name links to, has its command, commit
+and versions. `python benchmarks/policies.py` makes all of them.
 
 | policy | script | steps | return, ± over episodes | all seeds, ± over seeds |
 | --- | --- | --- | --- | --- |
@@ -153,13 +155,14 @@ def write_card(policy: Policy) -> None:
     else:
         args = replace(args, eval_episodes=100)
     returns, all_returns = module.evaluate(policy.file, args), policy.seeds()
+    mean, std = f"{returns.mean():.2f}", f"{returns.std():.2f}"
     named = policy.words if policy.module else []  # a file imports no module by itself
     file, count = f"policies/{policy.file.name}", len(all_returns)
     text = DESCRIPTION.format(
         env_id=policy.env_id,
         script=policy.script,
         choice=CHOICE.format(count=count),
-        returns=in_digits(returns.mean(), returns.std()),
+        returns=in_digits(float(mean), float(std)),
         kind="return in training" if policy.script == "ppo_lstm.py" else "final return",
         all_returns=f"{in_digits(all_returns.mean(), all_returns.std())} ({count} seeds)",
         steps=content["state"]["global_step"],
@@ -174,7 +177,7 @@ def write_card(policy: Policy) -> None:
         dataset_type=policy.env_id,
         dataset_name=policy.env_id,
         metric_type="mean_reward",
-        metric_value=f"{returns.mean():.2f} +/- {returns.std():.2f}",
+        metric_value=f"{mean} +/- {std}",
     )
     data = ModelCardData(
         license="mit",
