@@ -55,11 +55,11 @@ The file has no code in it, and is loaded with `weights_only=True`.
 """
 HEAD = """# Trained policies
 
-Each is the best of several stored runs with other seeds. The last column has the mean of all, which is what to
-expect of a run of your own. The returns before it are of 100 new episodes with the most likely actions; the
-stored ones are of 10 (`ppo.py`: 100; `ppo_gpu.py`: 1,024; Cue-v0: sampled actions), so that a policy can be
-lower than the mean, as Pendulum-v1's is. A policy's card, which its name links to, has its command, commit
-and versions. `python benchmarks/policies.py` makes all of them.
+Each is the best of several stored runs with other seeds. The last column has the mean of all: expect this of
+a run of your own. The returns before it are of 100 new episodes with the most likely actions. The stored ones
+are of 10 (`ppo.py`: 100; `ppo_gpu.py`: 1,024; Cue-v0: 100, with sampled actions), so a policy can be below
+the mean, as Pendulum-v1's is. A policy's card, which its name links to, has its command, commit and versions.
+`python benchmarks/policies.py` makes all of them.
 
 | policy | script | steps | return, ± over episodes | all seeds, ± over seeds |
 | --- | --- | --- | --- | --- |

@@ -41,7 +41,11 @@ NAMES = (
     "README.md",
     "CONTRIBUTING.md",
     "results/README.md",
-    *(f"{folder}/{p.name}" for folder in ("docs", "exercises") for p in ROOT.glob(f"{folder}/*.md")),
+    *(
+        str(p.relative_to(ROOT))
+        for name in ("docs", "exercises", "policies")
+        for p in ROOT.glob(f"{name}/*.md")
+    ),
 )
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
 README, METRICS, VARIANTS = PAGES["README.md"], PAGES["docs/metrics.md"], PAGES["docs/scripts.md"]
@@ -93,8 +97,9 @@ def call(name: str, folder: Path, *args: str):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Make a folder with `my_env.py` and runs of `ppo.py` and `ppo_continuous.py`."""
+    """Make a folder with `my_env.py`, the policies, and runs of `ppo.py` and `ppo_continuous.py`."""
     folder = tmp_path_factory.mktemp("user")
+    shutil.copytree(ROOT / "policies", folder / "policies")
     (program,) = (text for text in PROGRAMS if text.startswith("# my_env.py"))
     (folder / "my_env.py").write_text(program, encoding="utf-8")
     call("ppo.py", folder, *shortened(ppo))
@@ -215,7 +220,7 @@ def test_every_flag_exists():
     names = {field.name for kind in (*settings, coach.Plan, coach.Check) for field in fields(kind)}
     flags = {f"--{prefix}{name.replace('_', '-')}" for name in names for prefix in ("", "no-")}
     others = {"--help", "--compare", "--nproc-per-node", "--fix", "--check", "--logdir"}
-    others |= {"--extra", "--torch-backend", "--no-deps"}  # of uv and pip
+    others |= {"--torch-backend", "--no-deps", "--index-url", "--no-build-isolation"}  # of uv and pip
     others |= {"--fast", "--lowest", "--all"}  # of .ci/run and pytest
     others |= {"--line", "--file", "--tag", "--output"}  # of exercises/check.py and plot.py
     others |= {"--nnodes", "--rdzv-backend", "--rdzv-endpoint"}  # of torchrun
