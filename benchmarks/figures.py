@@ -32,8 +32,9 @@ from ppo import compute_gae
 THEMES = {"light": ("#ffffff", "#1f2328", "#d1d9e0"), "dark": ("#0d1117", "#f0f6fc", "#3d444d")}
 COLORS = ("#0d87d6", "#e8730c", "#1a9e77", "#c060b8", "#9a8000")  # differ on both, also when colour-blind
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
-AXIS = {"return": "return (last 100 episodes)", "kl": "KL, nats", "entropy": "entropy, nats"}
+AXIS = {"return": "return (last 100 episodes)", "kl": "KL, nats (log scale)", "entropy": "entropy, nats"}
 AXIS["clip_fraction"] = "clip fraction"
+PEER = "Stable-Baselines3"
 
 
 def draw_curve(axes: Axes, found: pd.DataFrame, quantity: str, label: str, index: int) -> None:
@@ -42,7 +43,7 @@ def draw_curve(axes: Axes, found: pd.DataFrame, quantity: str, label: str, index
     x = (np.arange(y.shape[1]) + 0.5) / y.shape[1] * found.steps.iloc[0] / 1000
     complete = ~np.isnan(y).any(0)
     x, y = x[complete], y[:, complete]
-    axes.plot(x, y.mean(0), color=COLORS[index], linestyle=STYLES[index], label=f"{label} (seeds: {len(y)})")
+    axes.plot(x, y.mean(0), color=COLORS[index], linestyle=STYLES[index], label=label)
     axes.fill_between(x, y.min(0), y.max(0), color=COLORS[index], alpha=0.18, linewidth=0)
 
 
@@ -57,11 +58,15 @@ def learning_curves(
     figure = Figure(figsize=(max(2.7 * columns, 6.5), 2.3 * rows + 1), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     order = list(dict.fromkeys(labels.values()))  # experiments with the same label have the same colour
+    if best or PEER in order:  # whose colour is the same in all figures
+        order = [order[0], PEER, *(label for label in order[1:] if label != PEER)]
     handles: dict[str, Any] = {}
+    seeds: dict[str, list[int]] = {}
     for axes, (task, quantity) in zip(grid, panels, strict=False):
         for name in newest(results, [*labels], task).values():
             found, label = select(results, name, task), labels[name]
             draw_curve(axes, found, quantity, label, order.index(label))
+            seeds.setdefault(label, []).append(len(found))
         if best:
             final = [x.mean for x in experiments.PUBLISHED[task[0]] if x.kind == "final"]
             final += experiments.XUANCE.get(task[0], ())[:1]
@@ -73,9 +78,16 @@ def learning_curves(
         handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     for axes in grid[len(panels) :]:
         axes.axis("off")
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(columns, 3))
+    shown = [f"{label} ({in_words(seeds[label])})" if label in seeds else label for label in handles]
+    figure.legend(handles.values(), shown, loc="outside lower center", ncols=min(columns, 3))
     figure.suptitle("line: mean of the seeds; band: lowest to highest seed", fontsize="medium")
     return figure
+
+
+def in_words(seeds: list[int]) -> str:
+    """The numbers of seeds in the panels of a figure."""
+    low, high = min(seeds), max(seeds)
+    return f"seeds: {low}" if low == high else f"seeds: {low} to {high}"
 
 
 def figures(results: pd.DataFrame) -> dict[str, Figure]:
@@ -84,17 +96,18 @@ def figures(results: pd.DataFrame) -> dict[str, Figure]:
     made |= {"speed": speed_figure(), "minutes": minutes_figure(results), "trl": trl_figure()}
     for name, study in experiments.STUDIES.items():
         labels = {experiment: EXPERIMENTS[experiment].label for experiment in study.experiments}
+        if name == "epochs":
+            labels["ppo"] = "K = 15, the default"
         panels = [(task, quantity) for quantity in study.quantities for task in study.tasks]
         made[name] = learning_curves(results, labels, panels, len(study.tasks), False)
-    peer = "Stable-Baselines3"
     panels = [(task, "return") for task in experiments.CLASSIC if task != ("CartPole-v1", 500_000)]
-    labels = dict.fromkeys(("now-classic", "classic"), "ppo.py at its defaults") | {"sb3-rl-zoo": peer}
+    labels = dict.fromkeys(("now-classic", "classic"), "ppo.py at its defaults") | {"sb3-rl-zoo": PEER}
     made["classic"] = learning_curves(results, labels, panels, 4, False)
     names = experiments.NOW + experiments.LAST
     panels = [(task, "return") for task in experiments.MUJOCO if newest(results, names, task)]
     labels = dict.fromkeys(names, "ppo_continuous.py with flags for the task")
     labels |= dict.fromkeys(("now-continuous", "continuous"), "ppo_continuous.py at its defaults")
-    labels["sb3-rl-zoo-mujoco"] = peer
+    labels["sb3-rl-zoo-mujoco"] = PEER
     made["mujoco"] = learning_curves(results, labels, panels, 4, True)
     panels = [(experiments.PONG, "return"), (experiments.BREAKOUT, "return")]
     labels = dict.fromkeys(("now-breakout", "atari-breakout"), "ppo_atari.py at its defaults")
@@ -146,7 +159,7 @@ def minutes_figure(results: pd.DataFrame) -> Figure:
                     row["minutes"], row["return"], color=COLORS[index], linestyle=STYLES[index], label=label
                 )
         axes.set_title(name_of(task), fontsize="medium")
-        axes.set(xscale="log", xlabel="minutes of one core")
+        axes.set(xscale="log", xlabel="minutes of one core (log scale)")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_locator(NullLocator())
@@ -181,12 +194,12 @@ def objective_figure() -> Figure:
         clipped = np.minimum(ratio * advantage, ratio.clip(0.8, 1.2) * advantage)
         axes.plot(ratio, ratio * advantage, color=COLORS[1], linestyle="--", label="$r A$, not clipped")
         axes.plot(ratio, clipped, color=COLORS[0], linewidth=2.5, label=r"$L^{\mathrm{CLIP}}$")
-        axes.plot(1, advantage, "o", color=COLORS[0])
+        axes.plot(1, advantage, "o", color=COLORS[0], label="before the first gradient step")
         axes.set_xticks([0, 0.8, 1, 1.2, 2], ["0", "1−ε", "1", "1+ε", "2"])
         axes.set_xlabel(r"ratio $r = \pi(a|s)\,/\,\pi_{\mathrm{old}}(a|s)$")
         axes.set_ylabel("objective of one transition")
         axes.set_title(f"$A = {advantage:+}$: the action should be {better} likely", fontsize="medium")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 
@@ -231,7 +244,7 @@ def save(figure: Figure, path: Path, always: bool = True) -> None:
     digest = hashlib.sha256(np.float32(np.concatenate(lines)).tobytes() + repr(words).encode()).hexdigest()
     if not always and path.exists() and Image.open(path).info.get("curves") == digest:
         return
-    figure.dpi = 110
+    figure.dpi = 200  # sharp on screens with many pixels
     canvas, about = FigureCanvasAgg(figure), PngInfo()
     canvas.draw()
     about.add_text("curves", digest)

@@ -149,7 +149,7 @@ def frontier_figure(runs: pd.DataFrame) -> Figure:
     left.plot(best.kl_optimum, best.score_optimum, color=COLORS[4], label="optimum, by β")
     right.plot(means.kl, means.score, STYLES[0], color=COLORS[0], label="score of PPO")
     right.plot(means.kl, means.gold, STYLES[1], color=COLORS[1], label="the human's taste")
-    right.plot(ppo.kl, ppo.gold, ".", color=COLORS[1], alpha=0.5)
+    right.plot(ppo.kl, ppo.gold, ".", color=COLORS[1], alpha=0.5, label="of each run")
     kinds = {"PPO": "ppo-(reviews|beta)", "GRPO": "grpo-", "k3 in the loss": "k3-in-l"}
     kinds["k3 in the reward"] = "k3-in-r"
     for index, (label, studies) in enumerate(kinds.items()):

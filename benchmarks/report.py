@@ -706,7 +706,7 @@ def tables() -> dict[str, str]:
     made["speed"] = [*speed_table(load_speeds())]
     made["ratios"] = [*ratios_table(load_speeds())]
     rows = made["classic"] + made["mujoco"] + made["atari"]
-    left_out = "sampled actions", "best", "XuanCe, best"
+    left_out = "sampled actions", "best", "XuanCe, best", "published, other protocols"
     rows = [row for row in rows if row["environment, steps"] in SUMMARY]
     made["summary"] = [{key: row[key] for key in row if key not in left_out} for row in rows]
     made["unsafe"] = [*rules_table(coach.UNSAFE, "what is wrong")]
