@@ -72,9 +72,16 @@ python ppo.py --evaluate policies/LunarLander-v3.pt --capture-video
 python ppo.py --init policies/LunarLander-v3.pt --env-id LunarLander-v3 --total-timesteps 1e6
 ```
 
-The first command plays ten episodes and writes videos into `policies/LunarLander-v3_videos/`. For MuJoCo
-without a display, begin it with `MUJOCO_GL=egl`. The second begins a run with the networks and normalisers of
-the policy. A file without an optimizer cannot be resumed. There is also a recipe that brings a policy [to the
+The first command plays ten episodes and writes videos into `policies/LunarLander-v3_videos/`. The second
+begins a run with the networks and normalisers of the policy. For robots of MuJoCo, a camera that follows them
+is better, and without a display, rendering needs EGL:
+
+```sh
+MUJOCO_GL=egl python ppo_continuous.py --evaluate policies/HalfCheetah-v5.pt --capture-video \\
+    --eval-episodes 1 --env-kwargs '{"camera_name": "track"}'
+```
+
+A file without an optimizer cannot be resumed. There is also a recipe that brings a policy [to the
 Hugging Face Hub and back](../docs/recipes.md#the-hugging-face-hub).
 """
 
