@@ -994,6 +994,8 @@ def load_start(args: Args) -> dict:
     if start is None:
         return {}
     saved, content = load_checkpoint(find_checkpoint(start, args.exp_name))
+    if args.env_id != saved.env_id:
+        print(f"{start} was trained on {saved.env_id}")
     for name in ("norm_obs", "norm_rewards"):
         if getattr(args, name) != getattr(saved, name):
             raise Refused(
@@ -1058,9 +1060,10 @@ def evaluate(path: str | Path, args: Args, env: gym.Env | None = None) -> np.nda
             if not STOP.is_set():
                 returns.append(total)
         if returns:
-            steps = load_checkpoint(path)[1]["state"]["global_step"]
+            content = load_checkpoint(path)[1]
+            trained = f"{content['state']['global_step']:,} steps of {content['args']['env_id']}"
             shown = f"{np.mean(returns):.5g} +/- {np.std(returns):.3g} in {len(returns)} episodes"
-            print(f"evaluation return {shown} with the most likely actions, after {steps:,} steps")
+            print(f"evaluation return {shown} with the most likely actions, after {trained}")
         if isinstance(env, gym.wrappers.RecordVideo) and env.recording:
             env.stop_recording()
     return np.array(returns)
@@ -1089,6 +1092,8 @@ def parse_args() -> Args:
     of_this_run = "resume", "evaluate", "init", "track", "capture_video", "device"
     args = parse(default=replace(saved, **{name: getattr(Args, name) for name in of_this_run}))
     steps = content["state"]["global_step"]
+    if args.resume is not None and "optimizer" not in content:
+        raise Refused(f"{path} has no optimizer: begin a run with --init")
     if args.resume is not None and steps >= args.total_timesteps:
         raise Refused(f"{path} has been trained for {steps:,} steps: raise --total-timesteps")
     return replace(args, resume=args.resume and str(path), evaluate=args.evaluate and str(path))

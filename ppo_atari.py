@@ -821,6 +821,8 @@ def load_start(args: Args) -> dict:
     if start is None:
         return {}
     saved, content = load_checkpoint(find_checkpoint(start, args.exp_name))
+    if args.env_id != saved.env_id:
+        print(f"{start} was trained on {saved.env_id}")
     if args.clip_rewards != saved.clip_rewards:
         raise Refused(f"--clip-rewards must be as in {start}, whose critic has learnt with it")
     return content
@@ -879,9 +881,9 @@ def evaluate(path: str | Path, args: Args, envs: VectorEnv | None = None) -> np.
         folder = str(path.with_name("videos" if path.name == "checkpoint.pt" else f"{path.stem}_videos"))
         save_video(frames, folder, fps=15)
         print(f"videos: {folder}")
-    steps = content["state"]["global_step"]
+    trained = f"{content['state']['global_step']:,} steps of {content['args']['env_id']}"
     shown = f"{np.mean(returns):.5g} +/- {np.std(returns):.3g} in {len(returns)} games"
-    print(f"evaluation return {shown} with the most likely actions, after {steps:,} steps")
+    print(f"evaluation return {shown} with the most likely actions, after {trained}")
     return returns
 
 
@@ -906,6 +908,8 @@ def parse_args() -> Args:
     of_this_run = "resume", "evaluate", "init", "track", "capture_video", "device", "num_threads"
     args = parse(default=replace(saved, **{name: getattr(Args, name) for name in of_this_run}))
     steps = content["state"]["global_step"]
+    if args.resume is not None and "optimizer" not in content:
+        raise Refused(f"{path} has no optimizer: begin a run with --init")
     if args.resume is not None and steps >= args.total_timesteps:
         raise Refused(f"{path} has been trained for {steps:,} steps: raise --total-timesteps")
     return replace(args, resume=args.resume and str(path), evaluate=args.evaluate and str(path))

@@ -1219,6 +1219,8 @@ def load_start(args: Args) -> dict:
     if start is None:
         return {}
     saved, content = load_checkpoint(find_checkpoint(start, args.exp_name))
+    if args.env_id != saved.env_id:
+        print(f"{start} was trained on {saved.env_id}")
     for name in ("norm_obs", "norm_rewards", "activation"):
         if getattr(args, name) != getattr(saved, name):
             raise Refused(
@@ -1304,8 +1306,8 @@ def evaluate(path: str | Path, args: Args, envs: Any = None) -> np.ndarray:
         ImageSequenceClip(envs.render(snapshots), fps=30).write_videofile(video, logger=None)
         print(f"video: {video}")
     shown = f"{returns.mean():.5g} +/- {returns.std(correction=0):.3g} in {len(returns)} episodes"
-    steps = content["state"]["global_step"]
-    print(f"evaluation return {shown} with the most likely actions, after {steps:,} steps")
+    trained = f"{content['state']['global_step']:,} steps of {content['args']['env_id']}"
+    print(f"evaluation return {shown} with the most likely actions, after {trained}")
     means = mean_logs(logs)
     if means["diverged"] == 0:
         del means["diverged"]
@@ -1329,6 +1331,8 @@ def parse_args() -> Args:
     of_this_run = "resume", "evaluate", "init", "track", "capture_video", "device", "num_threads"
     args = parse(default=replace(saved, **{name: getattr(Args, name) for name in of_this_run}))
     steps = content["state"]["global_step"]
+    if args.resume is not None and "optimizer" not in content:
+        raise Refused(f"{path} has no optimizer: begin a run with --init")
     if args.resume is not None and steps >= args.total_timesteps:
         raise Refused(f"{path} has been trained for {steps:,} steps: raise --total-timesteps")
     return replace(args, resume=args.resume and str(path), evaluate=args.evaluate and str(path))

@@ -28,37 +28,37 @@ from run import RUNS, in_words, provenance, refuse_uncommitted
 sys.path.insert(0, str(ROOT))  # where the scripts are
 FOLDER = ROOT / "policies"
 UNFINISHED = HERE / "unfinished" / "policies"
-CHOICE = "Of {count} stored runs, which differ in their seeds, it is the one with the highest return."
+FOLLOW = """--capture-video --env-kwargs '{"camera_name": "track"}'"""
+CHOICE = "Of {} stored runs, which differ in their seeds, it is the one with the highest return."
 DESCRIPTION = """
 A policy for `{env_id}`, trained by `{script}`. {choice}
 
 | | |
 | --- | --- |
-| return in 100 episodes, with the most likely actions | {returns} |
+| return in {count:,} episodes, with the most likely actions | {returns} |
 | {kind} of all stored runs, ± over seeds | {all_returns} |
 | steps of the environment | {steps:,} |
 | trained by | `{train}` |
-| text of commit | {commit} |
+| commit | {commit} |
 | machine | {machine} |
 | versions | {versions} |
 
-In the repository that has `{script}`, in an environment with its packages:
+In a clone of the repository, in the environment of its README:
 
 ```sh
 {watch}
 {start}
 ```
 
-The first command plays it, and records it with `--capture-video`. The second begins a run with its
-networks and normalisers.{note}
+The first command plays {episodes}{film}. The second begins a run with its networks and normalisers.{note}
 The file has no code in it, and is loaded with `weights_only=True`.
 """
 HEAD = """# Trained policies
 
-Each is the best of several stored runs with other seeds. The last column has the mean of all: expect this of
-a run of your own. The returns before it are of 100 new episodes with the most likely actions. The stored ones
-are of 10 (`ppo.py`: 100; `ppo_gpu.py`: 1,024; Cue-v0: 100, with sampled actions), so a policy can be below
-the mean, as Pendulum-v1's is. A policy's card, which its name links to, has its command, commit and versions.
+Each policy is the best of several seeds. The last column has the mean of all seeds: expect this of a run of
+your own. The column before it has the policy's return in 100 new episodes (`ppo_gpu.py`: 1,024) with the most
+likely actions. Pendulum-v1's is below the mean, since it was chosen by ten episodes, as all of
+`ppo_continuous.py`. A name links to the policy's card, with its command, commit and versions.
 `python benchmarks/policies.py` makes all of them.
 
 | policy | script | steps | return, ± over episodes | all seeds, ± over seeds |
@@ -81,7 +81,7 @@ MUJOCO_GL=egl python ppo_continuous.py --evaluate policies/HalfCheetah-v5.pt --c
     --eval-episodes 1 --env-kwargs '{"camera_name": "track"}'
 ```
 
-A file without an optimizer cannot be resumed. There is also a recipe that brings a policy [to the
+These files have no optimizer: use `--init`, not `--resume`. There is also a recipe that brings a policy [to the
 Hugging Face Hub and back](../docs/recipes.md#the-hugging-face-hub).
 """
 
@@ -158,25 +158,33 @@ def write_card(policy: Policy) -> None:
     module = importlib.import_module(policy.script.removesuffix(".py"))
     args, content = module.load_checkpoint(policy.file)
     if policy.script == "ppo_gpu.py":  # it plays one episode in each environment
-        args = replace(args, num_envs=100, device="cpu")
+        args, episodes = replace(args, device="cpu"), "these episodes"
     else:
+        episodes = f"the first {args.eval_episodes} of these episodes"
         args = replace(args, eval_episodes=100)
     returns, all_returns = module.evaluate(policy.file, args), policy.seeds()
     mean, std = f"{returns.mean():.2f}", f"{returns.std():.2f}"
     named = policy.words if policy.module else []  # a file imports no module by itself
-    file, count = f"policies/{policy.file.name}", len(all_returns)
+    file, film = f"policies/{policy.file.name}", ""
+    if policy.env_id.endswith("-v5"):
+        film = f", and records videos with `{FOLLOW}` (without a display, put `MUJOCO_GL=egl` in front)"
+    elif policy.script in ("ppo.py", "ppo_continuous.py"):  # the others' tasks have no picture
+        film = ", and records videos with `--capture-video`"
     text = DESCRIPTION.format(
         env_id=policy.env_id,
         script=policy.script,
-        choice=CHOICE.format(count=count),
+        choice=CHOICE.format(len(all_returns)),
+        count=len(returns),
         returns=in_digits(float(mean), float(std)),
         kind="return in training" if policy.script == "ppo_lstm.py" else "final return",
-        all_returns=f"{in_digits(all_returns.mean(), all_returns.std())} ({count} seeds)",
+        all_returns=f"{in_digits(all_returns.mean(), all_returns.std())} ({len(all_returns)} seeds)",
         steps=content["state"]["global_step"],
         train=shlex.join(policy.training()),
         watch=shlex.join(["python", policy.script, "--evaluate", file, *named]),
         start=shlex.join(["python", policy.script, "--init", file, *policy.words]),
-        note=" Its module must be named, since a file imports none by itself." if named else "",
+        episodes=episodes,
+        film=film,
+        note=" The module must be named, since a policy file never imports code." if named else "",
         **content["made"],
     )
     result = EvalResult(

@@ -24,14 +24,14 @@ RECIPES = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 SHORT = "--num-envs 4 --num-steps 16 --num-minibatches 1 --update-epochs 1 --total-timesteps 100"
 
 
-def call(command, folder):
+def call(command, folder, status=0):
     """Run a command of a card in a folder that has the policies. Return its output."""
     _, file, *words = shlex.split(command)
     script = importlib.import_module(file.removesuffix(".py"))
     shutil.copytree(ROOT / "policies", folder / "policies", dirs_exist_ok=True)
     done = helpers.call(SimpleNamespace(script=script, file=file), folder, *words)
-    assert done.status == 0, done.err
-    return done.out
+    assert done.status == status, done.err
+    return done.out if status == 0 else done.err
 
 
 def commands_of(card):
@@ -80,6 +80,21 @@ def test_each_policy_has_a_card_and_a_row_and_no_optimizer():
     for file in files:
         assert f"[{file.stem}]({file.stem}.md)" in table
         assert "optimizer" not in torch.load(file, weights_only=True)
+
+
+def test_a_policy_that_meets_another_task_says_on_which_one_it_was_trained(tmp_path):
+    """Both robots have 17 observations and 6 actions."""
+    words = "policies/HalfCheetah-v5.pt --env-id Walker2d-v5 --eval-episodes 1"
+    output = call(f"python ppo_continuous.py --evaluate {words}", tmp_path)
+    assert "after 1,001,472 steps of HalfCheetah-v5" in output
+    output = call(f"python ppo_continuous.py --init {words} {SHORT}", tmp_path)
+    assert "policies/HalfCheetah-v5.pt was trained on HalfCheetah-v5" in output
+    assert "was trained on" not in call(f"{commands_of(CARDS[0])[1]} {SHORT}", tmp_path)
+
+
+def test_a_policy_without_an_optimizer_is_not_resumed(tmp_path):
+    command = "python ppo.py --resume policies/CartPole-v1.pt --total-timesteps 1e6"
+    assert "--init" in call(command, tmp_path, status=2)
 
 
 # The Hugging Face Hub
