@@ -726,6 +726,7 @@ def watch(args: Check) -> int:
     ended: set[Path] = set()
     ended_before: set[Path] = set()
     start = last_news = time.time()
+    announced = False
 
     def look(folder: Path) -> bool:
         """Read what is new in a run, and print it. Returns whether something is wrong."""
@@ -758,6 +759,9 @@ def watch(args: Check) -> int:
                 break
             if time.time() - last_news > (60 * args.patience if readers else args.wait):
                 break
+            if all_ended and not announced:
+                print(f"All runs have ended. For {args.wait:g} s, a new one may begin.", flush=True)
+                announced = True
             time.sleep(max(args.every, 0.0))
     folders = find_runs(args.runs)
     watched = [folder for folder in folders if folder not in ended_before]

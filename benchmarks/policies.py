@@ -1,6 +1,6 @@
 """Train the policies of the folder policies/, play them, and write their cards and their table.
 
-    pip install -e ".[benchmarks,rlhf]"
+    pip install -e ".[benchmarks]"
     python benchmarks/policies.py                  # trains those that have no file: 15 minutes for all
     python benchmarks/policies.py --only Hopper    # trains this one again
 
@@ -28,7 +28,7 @@ from run import RUNS, in_words, provenance, refuse_uncommitted
 sys.path.insert(0, str(ROOT))  # where the scripts are
 FOLDER = ROOT / "policies"
 UNFINISHED = HERE / "unfinished" / "policies"
-FOLLOW = """--capture-video --env-kwargs '{"camera_name": "track"}'"""
+FOLLOW = """--capture-video --eval-episodes 1 --env-kwargs '{"camera_name": "track"}'"""
 CHOICE = "Of {} stored runs, which differ in their seeds, it is the one with the highest return."
 DESCRIPTION = """
 A policy for `{env_id}`, trained by `{script}`. {choice}
@@ -69,19 +69,20 @@ In the environment of the [README](../README.md#start):
 
 ```sh
 python ppo.py --evaluate policies/LunarLander-v3.pt --capture-video
-python ppo.py --init policies/LunarLander-v3.pt --env-id LunarLander-v3 --total-timesteps 1e6
+python ppo.py --init policies/LunarLander-v3.pt --env-id LunarLander-v3 --learning-rate 1e-4
 ```
 
 The first command plays ten episodes and writes videos into `policies/LunarLander-v3_videos/`. The second
-begins a run with the networks and normalisers of the policy. For robots of MuJoCo, a camera that follows them
-is better, and without a display, rendering needs EGL:
+begins a run with the networks and normalisers of the policy; with the default learning rate, the return would
+fall at first. For robots of MuJoCo, a camera that follows them is better, and without a display, rendering
+needs EGL. On a CPU, an episode takes a minute to draw:
 
 ```sh
 MUJOCO_GL=egl python ppo_continuous.py --evaluate policies/HalfCheetah-v5.pt --capture-video \\
     --eval-episodes 1 --env-kwargs '{"camera_name": "track"}'
 ```
 
-These files have no optimizer: use `--init`, not `--resume`. There is also a recipe that brings a policy [to the
+These files have no optimizer, so they cannot be resumed. There is also a recipe that brings a policy [to the
 Hugging Face Hub and back](../docs/recipes.md#the-hugging-face-hub).
 """
 
