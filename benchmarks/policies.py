@@ -56,7 +56,7 @@ The file has no code in it, and is loaded with `weights_only=True`.
 HEAD = """# Trained policies
 
 Each policy is the best of several seeds. The last column has the mean of all seeds: expect this of a run of
-your own. The column before it has the policy's return in 100 new episodes (`ppo_gpu.py`: 1,024) with the most
+your own. (Of Cue-v0, it is the return in training, with sampled actions.) The column before it has the policy's return in 100 new episodes (`ppo_gpu.py`: 1,024) with the most
 likely actions. Pendulum-v1's is below the mean, since it was chosen by ten episodes, as all of
 `ppo_continuous.py`. A name links to the policy's card, with its command, commit and versions.
 `python benchmarks/policies.py` makes all of them.
