@@ -760,7 +760,7 @@ def watch(args: Check) -> int:
             if time.time() - last_news > (60 * args.patience if readers else args.wait):
                 break
             if all_ended and not announced:
-                print(f"All runs have ended. For {args.wait:g} s, a new one may begin.", flush=True)
+                print(f"All runs have ended. Waiting {args.wait:g} s for another.", flush=True)
                 announced = True
             time.sleep(max(args.every, 0.0))
     folders = find_runs(args.runs)

@@ -820,9 +820,10 @@ def load_start(args: Args) -> dict:
     start = args.init if args.resume is None else args.resume
     if start is None:
         return {}
-    saved, content = load_checkpoint(find_checkpoint(start, args.exp_name))
+    path = find_checkpoint(start, args.exp_name)
+    saved, content = load_checkpoint(path)
     if args.env_id != saved.env_id:
-        print(f"{start} was trained on {saved.env_id}")
+        print(f"{path} was trained on {saved.env_id}")
     if args.clip_rewards != saved.clip_rewards:
         raise Refused(f"--clip-rewards must be as in {start}, whose critic has learnt with it")
     return content

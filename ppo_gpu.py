@@ -1218,9 +1218,10 @@ def load_start(args: Args) -> dict:
     start = args.init if args.resume is None else args.resume
     if start is None:
         return {}
-    saved, content = load_checkpoint(find_checkpoint(start, args.exp_name))
+    path = find_checkpoint(start, args.exp_name)
+    saved, content = load_checkpoint(path)
     if args.env_id != saved.env_id:
-        print(f"{start} was trained on {saved.env_id}")
+        print(f"{path} was trained on {saved.env_id}")
     for name in ("norm_obs", "norm_rewards", "activation"):
         if getattr(args, name) != getattr(saved, name):
             raise Refused(

@@ -2,7 +2,7 @@
 
     pip install -e ".[benchmarks]"
     python benchmarks/policies.py                  # trains those that have no file: 15 minutes for all
-    python benchmarks/policies.py --only Hopper    # trains this one again
+    python benchmarks/policies.py --only Hopper-v5    # trains this one again
 
 Each is the stored run with the highest final return on its task, made again with the same flags and seed. Its
 file has the settings, networks and normalisers, but no optimizer. It plays 100 episodes for its card.
@@ -29,13 +29,14 @@ sys.path.insert(0, str(ROOT))  # where the scripts are
 FOLDER = ROOT / "policies"
 UNFINISHED = HERE / "unfinished" / "policies"
 FOLLOW = """--capture-video --eval-episodes 1 --env-kwargs '{"camera_name": "track"}'"""
-CHOICE = "Of {} stored runs, which differ in their seeds, it is the one with the highest return."
+CHOICE = "Its seed is the one, or the first one, with the highest return among {} stored runs."
 DESCRIPTION = """
 A policy for `{env_id}`, trained by `{script}`. {choice}
 
 | | |
 | --- | --- |
 | return in {count:,} episodes, with the most likely actions | {returns} |
+| mean of those that the command below plays | {played} |
 | {kind} of all stored runs, ± over seeds | {all_returns} |
 | steps of the environment | {steps:,} |
 | trained by | `{train}` |
@@ -56,10 +57,11 @@ The file has no code in it, and is loaded with `weights_only=True`.
 HEAD = """# Trained policies
 
 Each policy is the best of several seeds. The last column has the mean of all seeds: expect this of a run of
-your own. (Of Cue-v0, it is the return in training, with sampled actions.) The column before it has the policy's return in 100 new episodes (`ppo_gpu.py`: 1,024) with the most
-likely actions. Pendulum-v1's is below the mean, since it was chosen by ten episodes, as all of
-`ppo_continuous.py`. A name links to the policy's card, with its command, commit and versions.
-`python benchmarks/policies.py` makes all of them.
+your own. (Of Cue-v0, it is the return in training, with sampled actions.) The column before it has the
+policy's return in 100 new episodes (`ppo_gpu.py`: 1,024) with the most likely actions. Those of
+`ppo_continuous.py` were chosen by ten episodes, so Pendulum-v1's is below the mean. A name links to the
+policy's card, with its command, commit and versions. `python benchmarks/policies.py` trains those that are
+missing, and writes the cards.
 
 | policy | script | steps | return, ± over episodes | all seeds, ± over seeds |
 | --- | --- | --- | --- | --- |
@@ -73,7 +75,7 @@ python ppo.py --init policies/LunarLander-v3.pt --env-id LunarLander-v3 --learni
 ```
 
 The first command plays ten episodes and writes videos into `policies/LunarLander-v3_videos/`. The second
-begins a run with the networks and normalisers of the policy; with the default learning rate, the return would
+begins a run with the networks and normalisers of the policy; with the default learning rate, the return may
 fall at first. For robots of MuJoCo, a camera that follows them is better, and without a display, rendering
 needs EGL. On a CPU, an episode takes a minute to draw:
 
@@ -159,9 +161,9 @@ def write_card(policy: Policy) -> None:
     module = importlib.import_module(policy.script.removesuffix(".py"))
     args, content = module.load_checkpoint(policy.file)
     if policy.script == "ppo_gpu.py":  # it plays one episode in each environment
-        args, episodes = replace(args, device="cpu"), "these episodes"
+        args, played, episodes = replace(args, device="cpu"), args.num_envs, "these episodes"
     else:
-        episodes = f"the first {args.eval_episodes} of these episodes"
+        played, episodes = args.eval_episodes, f"the first {args.eval_episodes} of these episodes"
         args = replace(args, eval_episodes=100)
     returns, all_returns = module.evaluate(policy.file, args), policy.seeds()
     mean, std = f"{returns.mean():.2f}", f"{returns.std():.2f}"
@@ -176,6 +178,7 @@ def write_card(policy: Policy) -> None:
         script=policy.script,
         choice=CHOICE.format(len(all_returns)),
         count=len(returns),
+        played=f"{returns[:played].mean():.2f}",
         returns=in_digits(float(mean), float(std)),
         kind="return in training" if policy.script == "ppo_lstm.py" else "final return",
         all_returns=f"{in_digits(all_returns.mean(), all_returns.std())} ({len(all_returns)} seeds)",
@@ -225,11 +228,11 @@ def table() -> str:
 
 
 def main(only: str = "") -> None:
-    """Train the policies that have no file, or whose name contains `only`; then write all cards."""
+    """Train the policies that have no file, and the one with this name; then write all cards."""
     refuse_uncommitted()
     FOLDER.mkdir(exist_ok=True)
     for policy in POLICIES:
-        if (only and only in policy.env_id) or not policy.file.exists():
+        if policy.env_id == only or not policy.file.exists():
             make(policy)
     for policy in POLICIES:
         write_card(policy)

@@ -407,7 +407,7 @@ def test_an_evaluation_tells_the_policy_where_an_episode_starts():
     def load_policy(*_):
         return lambda obs, start: told.append(start) or 0
 
-    content = {"state": {"global_step": 5}}
+    content = {"state": {"global_step": 5}, "args": {"env_id": "Cue-v0"}}
     with (
         mock.patch.object(ppo_lstm, "load_policy", load_policy),
         mock.patch.object(ppo_lstm, "load_checkpoint", return_value=(args, content)),

@@ -50,12 +50,14 @@ def played(output):
 @pytest.mark.slow
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.stem)
 def test_the_command_of_a_card_plays_its_policy_and_finds_its_return(card, tmp_path):
-    """Up to four standard errors, and what other versions of a simulator may change."""
+    """On another processor, or with other versions of a simulator, an episode may be another one."""
     mean, _, episodes = played(call(commands_of(card)[0], tmp_path))
     text = card.read_text(encoding="utf-8")
-    expected, deviation = map(float, re.search(r"value: (\S+) \+/- (\S+)", text).groups())
+    of_all, deviation = map(float, re.search(r"value: (\S+) \+/- (\S+)", text).groups())
+    of_these = float(re.search(r"that the command below plays \| (\S+) \|", text)[1])
     assert episodes >= 10
-    assert abs(mean - expected) <= 4 * deviation / episodes**0.5 + 0.02 * abs(expected)
+    assert abs(mean - of_these) <= deviation / episodes**0.5 + 0.02 * abs(of_these)
+    assert abs(mean - of_all) <= 4 * deviation / episodes**0.5 + 0.02 * abs(of_all)
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.stem)
@@ -69,6 +71,8 @@ def test_a_run_begins_with_the_networks_and_normalisers_of_a_policy(card, tmp_pa
     for name in before:
         if "moments" not in name:
             assert torch.equal(before[name], after[name]), name
+        elif "count" not in name:  # the run has added some numbers
+            torch.testing.assert_close(after[name], before[name], rtol=0.02, atol=0.02)
     assert after["obs_moments.count"] > before["obs_moments.count"] > 1000
 
 
@@ -139,7 +143,9 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self):
         name = self.path.rpartition("/")[2]
-        if name in self.files:
+        if name == "whoami-v2":
+            self.answer(b'{"type": "user", "name": "my-name"}')
+        elif name in self.files:
             self.answer(self.files[name], X_Repo_Commit="1" * 40, ETag='"1"')
         else:
             self.send_error(404)

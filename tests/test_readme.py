@@ -221,6 +221,7 @@ def test_every_flag_exists():
     flags = {f"--{prefix}{name.replace('_', '-')}" for name in names for prefix in ("", "no-")}
     others = {"--help", "--compare", "--nproc-per-node", "--fix", "--check", "--logdir"}
     others |= {"--torch-backend", "--no-deps", "--index-url", "--no-build-isolation"}  # of uv and pip
+    others |= {"--with"}  # of uv
     others |= {"--fast", "--lowest", "--all"}  # of .ci/run and pytest
     others |= {"--line", "--file", "--tag", "--output"}  # of exercises/check.py and plot.py
     others |= {"--nnodes", "--rdzv-backend", "--rdzv-endpoint"}  # of torchrun
