@@ -1354,8 +1354,9 @@ def print_commands(args: Args, path: Path) -> None:
     script, more = Path(sys.argv[0]), []
     if args.reward_function:
         more += ["--reward-function", *args.reward_function]
-    if load_checkpoint(path)[1]["episodes"] >= args.total_episodes:
-        more += ["--total-episodes", f"{2 * args.total_episodes:.10g}"]
+    episodes = load_checkpoint(path)[1]["episodes"]
+    if episodes >= args.total_episodes:
+        more += ["--total-episodes", str(2 * episodes)]
     print("resume:", shlex.join(["python", str(script), "--resume", str(path), *more]))
     print("read:  ", shlex.join(["tail", "-n", "3", str(path.with_name("completions.jsonl"))]))
     if (coach := script.with_name("coach.py")).exists():  # not beside a copy

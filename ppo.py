@@ -1104,7 +1104,8 @@ def print_commands(args: Args, path: Path, env: gym.Env, complete: bool) -> None
     """Say how to resume a run, to watch its agent, and to check it."""
     script, file = Path(sys.argv[0]), str(path)
     module = ["--env-id", args.env_id] if ":" in args.env_id else []  # a checkpoint imports none by itself
-    more = ["--total-timesteps", f"{2 * args.total_timesteps:.10g}"] if complete else []
+    steps = load_checkpoint(path)[1]["state"]["global_step"]  # of a short run, more than it was to have
+    more = ["--total-timesteps", f"{2 * max(steps, args.total_timesteps):.10g}"] if complete else []
     print("resume:", shlex.join(["python", str(script), "--resume", file, *module, *more]))
     if "rgb_array" in (env.metadata.get("render_modes") or []):
         print("watch: ", shlex.join(["python", str(script), "--evaluate", file, *module, "--capture-video"]))

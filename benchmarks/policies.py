@@ -230,6 +230,8 @@ def table() -> str:
 def main(only: str = "") -> None:
     """Train the policies that have no file, and the one with this name; then write all cards."""
     refuse_uncommitted()
+    if only and only not in [policy.env_id for policy in POLICIES]:
+        sys.exit(f"no policy is called {only}")
     FOLDER.mkdir(exist_ok=True)
     for policy in POLICIES:
         if policy.env_id == only or not policy.file.exists():

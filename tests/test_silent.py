@@ -527,6 +527,16 @@ def test_printed_commands_can_be_pasted_though_a_path_has_a_space(trained, tmp_p
         assert (tmp_path / command[3]).samefile(folder / "checkpoint.pt")
 
 
+def test_the_command_to_resume_that_a_complete_run_prints_can_be_pasted_though_the_run_was_short(tmp_path):
+    """It asked for fewer steps than an iteration has."""
+    printed = run(DISCRETE, tmp_path, total_timesteps=50).out
+    (line,) = re.findall("^resume: python ppo.py (.*)", printed, re.M)
+    done = call(DISCRETE, tmp_path, *shlex.split(line))
+    assert done.status == 0, done.err
+    steps = load(checkpoint_in(tmp_path))["state"]["global_step"]
+    assert steps == 2 * 128
+
+
 def test_the_command_to_watch_is_printed_where_an_environment_can_render(trained, tmp_path):
     assert "\nwatch: " in trained(DISCRETE).printed
     kwargs = '{"pays": "always"}'
