@@ -171,7 +171,7 @@ def test_a_policy_goes_to_the_hub_with_a_card_and_comes_back(trained, tmp_path):
     environment |= {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(ROOT)}
     policy = ROOT / "policies" / "CartPole-v1.pt"
     content = torch.load(policy, weights_only=True)
-    content["args"] |= {"init": "/home/me/runs/secret.pt"}
+    content["args"] |= {"init": "/home/secret/checkpoint.pt"}
     torch.save(content | {"optimizer": {}}, tmp_path / "checkpoint.pt")
 
     def program(name, *words):
