@@ -29,14 +29,14 @@ sys.path.insert(0, str(ROOT))  # where the scripts are
 FOLDER = ROOT / "policies"
 UNFINISHED = HERE / "unfinished" / "policies"
 FOLLOW = """--capture-video --eval-episodes 1 --env-kwargs '{"camera_name": "track"}'"""
-CHOICE = "Its seed is the one, or the first one, with the highest return among {} stored runs."
+CHOICE = "It has the best seed of {} stored runs (the first, if several are equal)."
 DESCRIPTION = """
 A policy for `{env_id}`, trained by `{script}`. {choice}
 
 | | |
 | --- | --- |
 | return in {count:,} episodes, with the most likely actions | {returns} |
-| mean of those that the command below plays | {played} |
+| of the first {some:,}, which the command below plays | {played} |
 | {kind} of all stored runs, ± over seeds | {all_returns} |
 | steps of the environment | {steps:,} |
 | trained by | `{train}` |
@@ -59,7 +59,7 @@ HEAD = """# Trained policies
 Each policy is the best of several seeds. The last column has the mean of all seeds: expect this of a run of
 your own. (Of Cue-v0, it is the return in training, with sampled actions.) The column before it has the
 policy's return in 100 new episodes (`ppo_gpu.py`: 1,024) with the most likely actions. Those of
-`ppo_continuous.py` were chosen by ten episodes, so Pendulum-v1's is below the mean. A name links to the
+`ppo_continuous.py` were chosen by only ten episodes: Pendulum-v1's is below the mean. A name links to the
 policy's card, with its command, commit and versions. `python benchmarks/policies.py` trains those that are
 missing, and writes the cards.
 
@@ -76,7 +76,7 @@ python ppo.py --init policies/LunarLander-v3.pt --env-id LunarLander-v3 --learni
 
 The first command plays ten episodes and writes videos into `policies/LunarLander-v3_videos/`. The second
 begins a run with the networks and normalisers of the policy; with the default learning rate, the return may
-fall at first. For robots of MuJoCo, a camera that follows them is better, and without a display, rendering
+fall. For robots of MuJoCo, a camera that follows them is better, and without a display, rendering
 needs EGL. On a CPU, an episode takes a minute to draw:
 
 ```sh
@@ -178,6 +178,7 @@ def write_card(policy: Policy) -> None:
         script=policy.script,
         choice=CHOICE.format(len(all_returns)),
         count=len(returns),
+        some=played,
         played=f"{returns[:played].mean():.2f}",
         returns=in_digits(float(mean), float(std)),
         kind="return in training" if policy.script == "ppo_lstm.py" else "final return",

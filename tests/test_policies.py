@@ -54,7 +54,7 @@ def test_the_command_of_a_card_plays_its_policy_and_finds_its_return(card, tmp_p
     mean, _, episodes = played(call(commands_of(card)[0], tmp_path))
     text = card.read_text(encoding="utf-8")
     of_all, deviation = map(float, re.search(r"value: (\S+) \+/- (\S+)", text).groups())
-    of_these = float(re.search(r"that the command below plays \| (\S+) \|", text)[1])
+    of_these = float(re.search(r"which the command below plays \| (\S+) \|", text)[1])
     assert episodes >= 10
     assert abs(mean - of_these) <= deviation / episodes**0.5 + 0.02 * abs(of_these)
     assert abs(mean - of_all) <= 4 * deviation / episodes**0.5 + 0.02 * abs(of_all)
